@@ -1,0 +1,12 @@
+"""fxfuse: finds matmul+add, linear+activation and gated MLP patterns in PyTorch models, and fuses them.
+
+    model = fxfuse.optimize(model)
+    print(fxfuse.report(model))
+"""
+
+from fxfuse.api import graphs, optimize, report, restore, rewrite
+from fxfuse.options import Options
+from fxfuse.rule import Rule
+
+__all__ = ["Options", "Rule", "graphs", "optimize", "report", "restore", "rewrite"]
+__version__ = "0.1.0"

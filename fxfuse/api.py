@@ -1,0 +1,131 @@
+"""The road through the code, told once: capture, rewrite, install, report."""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import fx, nn
+
+from fxfuse import engine, errors
+from fxfuse.capture import build
+from fxfuse.capture import region as regions
+from fxfuse.capture.tree import ROOT
+from fxfuse.facts import Fact
+from fxfuse.normalise import normalise
+from fxfuse.options import Options
+from fxfuse.passes import DEFAULT
+from fxfuse.report import RegionInfo, Report
+
+M = TypeVar("M", bound=Callable[..., Any])
+
+
+def optimize(model: M, example_inputs: Any = None, example_kwargs: Mapping[str, Any] | None = None, *,
+             options: Options | None = None, **changes: Any) -> M:
+    """Fuse what can be fused in ``model`` and return it as what it was: same class, state_dict and parameters.
+
+    Args:
+        model: an ``nn.Module`` (a copy of its module tree comes back, sharing parameters and buffers, unless
+            ``inplace=True``), a ``torch.fx.GraphModule`` (one with the rewritten graph comes back) or a Python function.
+        example_inputs: positional arguments of one call, a tuple; a single tensor stands for a tuple of it. With them
+            shapes and optional arguments are known, more is captured, and each region is checked against its forward.
+        example_kwargs: keyword arguments of that call.
+        options: an ``Options``; ``changes`` are fields of it that differ, as in ``optimize(model, inplace=True)``.
+
+    Raises:
+        TypeError: ``model`` is nothing of these. ``errors.UnsupportedModel``: it is scripted, quantised or on meta.
+        ``errors.NothingFused``: under ``strict={"fuse"}``. The model is then as it was.
+
+    Where the forward raises on the example, an ``errors.ExampleWarning`` says so and the model is captured without it.
+    """
+    chosen = Options(**{**(vars(options) if options else {}), **changes})
+    args, kwargs = _example(example_inputs), dict(example_kwargs or {})
+    with_example = example_inputs is not None or bool(example_kwargs)
+    if _installed(model) is not None:
+        return model
+    if isinstance(model, fx.GraphModule):
+        result, report = rewrite(model, args if with_example else None, options=chosen)
+        result.__dict__[ROOT] = build.Installed(report, [])
+    elif isinstance(model, nn.Module):
+        result, report = build.optimize_module(model, (args, kwargs) if with_example else None, chosen)
+    elif isinstance(model, (types.FunctionType, types.MethodType)):
+        result, report = build.optimize_function(model, (args, kwargs) if with_example else None, chosen)
+    else:
+        raise errors.not_optimizable(model)
+    if "fuse" in chosen.strict and not report.fused:
+        raise errors.nothing_fused(report)
+    return result  # type: ignore[return-value]
+
+
+def rewrite(gm: fx.GraphModule, example_inputs: Any = None, *, options: Options | None = None) -> tuple[fx.GraphModule, Report]:
+    """Rewrite a torch.fx graph: a new GraphModule with the same parameters and submodules, and the report.
+
+    ``gm`` may come from any tracer: torch-level calls, methods, module calls or ATen overloads. It stays as it is.
+    With ``example_inputs`` (one value for each placeholder) shapes are known.
+    """
+    if not isinstance(gm, fx.GraphModule):
+        raise errors.not_optimizable(gm)
+    options = options or Options()
+    report = Report(type(gm).__name__)
+    new = fx.GraphModule(gm, build.copied(gm.graph))
+    for table in ("_parameters", "_buffers", "_modules"):
+        new.__dict__[table] = type(getattr(gm, table))(getattr(gm, table))
+    new.__dict__["training"] = gm.training
+    placeholders = [n.name for n in new.graph.nodes if n.op == "placeholder"]
+    values = _example(example_inputs) if example_inputs is not None else ()
+    facts = {name: Fact.of(v) if isinstance(v, torch.Tensor) else v for name, v in zip(placeholders, values)}
+    before = len(new.graph.nodes)
+    normalise(new, build.untouched, training=gm.training)
+    rewriting = engine.run(new, DEFAULT, options, "", facts)
+    report.events = rewriting.events
+    report.regions.append(RegionInfo("", type(gm).__name__, before, len(new.graph.nodes), installed=True))
+    report.coverage.seen = report.coverage.captured = sum(type(m) is nn.Linear for m in gm.modules())
+    return new, report
+
+
+def report(model: Any) -> Report:
+    """The report of an optimized model or function. ValueError for anything else."""
+    return _require(model).report
+
+
+def graphs(model: Any, original: bool = False) -> dict[str, fx.GraphModule]:
+    """Module path -> GraphModule of each installed region, rewritten or, with ``original``, as traced."""
+    if isinstance(model, fx.GraphModule):
+        return {"": model}
+    return {region.path: region.graph_module(original) for region in _require(model).regions}
+
+
+def restore(model: M) -> M:
+    """Undo ``optimize``: put back exactly what each module had. Returns the model (of a function, the original)."""
+    installed = _require(model)
+    if not isinstance(model, nn.Module):
+        return inspect.unwrap(model, stop=lambda f: ROOT not in vars(f))
+    found = regions.regions_of(model)
+    for path, module in found:
+        if not regions.intact(module):
+            raise errors.restore_refused(path)
+    for _, module in found:
+        regions.uninstall(module)
+    model.__dict__.pop(ROOT)
+    installed.regions.clear()
+    return model
+
+
+def _installed(model: Any) -> build.Installed | None:
+    return getattr(model, "__dict__", {}).get(ROOT)
+
+
+def _require(model: Any) -> build.Installed:
+    found = _installed(model)
+    if found is None:
+        raise errors.not_optimized(model)
+    return found
+
+
+def _example(inputs: Any) -> tuple[Any, ...]:
+    if inputs is None:
+        return ()
+    return tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)

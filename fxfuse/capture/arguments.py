@@ -1,0 +1,111 @@
+"""How a forward is called: which arguments are free tensors in the trace, and which are constants that it took for granted."""
+
+from __future__ import annotations
+
+import enum
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from fxfuse.capture.tracer import Untraceable
+from fxfuse.facts import Fact
+
+_CONSTANTS = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.memory_format, torch.layout, enum.Enum)
+P = inspect.Parameter
+
+
+@dataclass
+class Recorded:
+    """One call of a module in the example run: each argument as a Fact where it was a tensor, else as it was."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @staticmethod
+    def of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recorded:
+        note = lambda v: Fact.of(v) if isinstance(v, torch.Tensor) else v  # noqa: E731
+        return Recorded(tuple(map(note, args)), {k: note(v) for k, v in kwargs.items()})
+
+
+@dataclass
+class Arguments:
+    """The parameters of a forward and what a trace makes of each."""
+
+    signature: inspect.Signature
+    """The parameters as the function itself has them, decorators not looked through."""
+    free: dict[str, str] = field(default_factory=dict)
+    """placeholder name -> Python expression for it in the scope of the parameters."""
+    constants: dict[str, Any] = field(default_factory=dict)
+    """Python expression -> the value that the trace took it to have."""
+    counts: dict[str, int] = field(default_factory=dict)
+    """Names of *args and **kwargs -> how many the trace took there to be."""
+    facts: dict[str, Fact] = field(default_factory=dict)
+    """placeholder name -> its Fact in the recorded call."""
+
+    def call(self, placeholder: Callable[[str], Any]) -> tuple[tuple, dict[str, Any]]:
+        """Arguments to trace the forward with."""
+        made = {expression: placeholder(name) for name, expression in self.free.items()}
+        value = lambda expression: made[expression] if expression in made else self.constants[expression]  # noqa: E731
+        args: list[Any] = []
+        kwargs: dict[str, Any] = {}
+        for name, parameter in self.signature.parameters.items():
+            if parameter.kind in (P.POSITIONAL_ONLY, P.POSITIONAL_OR_KEYWORD):
+                args.append(value(name))
+            elif parameter.kind is P.VAR_POSITIONAL:
+                args.extend(value(f"{name}[{i}]") for i in range(self.counts[name]))
+            elif parameter.kind is P.KEYWORD_ONLY:
+                kwargs[name] = value(name)
+            else:
+                prefix = f"{name}["
+                kwargs.update({e[len(prefix) + 1 : -2]: value(e) for e in (*made, *self.constants) if e.startswith(prefix)})
+        return tuple(args), kwargs
+
+
+def plan(forward: Callable[..., Any], recorded: Recorded | None) -> Arguments:
+    """Decide for each parameter of ``forward`` (bound, so without self), from a recorded call or from its defaults alone."""
+    try:
+        signature = inspect.signature(forward, follow_wrapped=False)
+    except (TypeError, ValueError) as error:
+        raise Untraceable(f"its forward has no signature ({error})") from error
+    plan = Arguments(signature)
+    if recorded is not None:
+        bound = signature.bind(*recorded.args, **recorded.kwargs)
+        bound.apply_defaults()
+        given = bound.arguments
+    elif hasattr(forward, "__wrapped__"):
+        raise Untraceable("its forward is wrapped by a decorator, so only example inputs would tell how it is called")
+    else:
+        given = {}
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is P.VAR_POSITIONAL:
+            values = given.get(name, ())
+            plan.counts[name] = len(values)
+            for i, value in enumerate(values):
+                _decide(plan, f"{name}_{i}", f"{name}[{i}]", value)
+        elif parameter.kind is P.VAR_KEYWORD:
+            items = given.get(name, {})
+            plan.counts[name] = len(items)
+            for key, value in items.items():
+                _decide(plan, f"{name}_{key}", f"{name}[{key!r}]", value)
+        elif name in given:
+            _decide(plan, name, name, given[name])
+        elif parameter.default is P.empty:
+            plan.free[name] = name
+        else:
+            _decide(plan, name, name, parameter.default)
+    return plan
+
+
+def _decide(plan: Arguments, placeholder: str, expression: str, value: Any) -> None:
+    if isinstance(value, (Fact, torch.Tensor)):
+        plan.free[placeholder] = expression
+        plan.facts[placeholder] = value if isinstance(value, Fact) else Fact.of(value)
+    elif isinstance(value, _CONSTANTS):
+        plan.constants[expression] = value
+    elif type(value) in (tuple, list) and all(isinstance(v, _CONSTANTS) for v in value):
+        plan.constants[expression] = value
+    else:
+        raise Untraceable(f"its argument {expression} is a {type(value).__name__}")

@@ -1,0 +1,257 @@
+"""A region: one traced forward, its graphs before and after, and the forward that is generated from them."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import linecache
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from fxfuse.capture import assumptions
+from fxfuse.capture.arguments import Arguments
+from fxfuse.capture.tree import REGION
+from fxfuse.engine import Rewriting
+from fxfuse.report import Calls
+
+P = inspect.Parameter
+GIVE_UP = 64
+"""A region whose assumptions failed this many calls running is taken out: it only costs time."""
+
+
+class Region:
+    """What is installed on one module (or stands behind one function)."""
+
+    def __init__(self, path: str, owner: Any, arguments: Arguments, graph: fx.Graph, original: fx.Graph,
+                 constants: dict[str, torch.Tensor], inlined: dict[str, nn.Module],
+                 attributes: dict[tuple[str, str], Any], rewriting: Rewriting):
+        self.attributes = attributes
+        self.path, self.owner, self.arguments = path, owner, arguments
+        self.graph, self.original, self.constants, self.inlined = graph, original, constants, inlined
+        self.calls = Calls()
+        self.previous: Any = None
+        """The instance's own forward before, if it had one."""
+        self.modules: tuple[nn.Module, ...] = tuple(inlined.values())
+        self.running_fallbacks, self.fused_then = 0, 0
+        """Fallbacks since the last fused call, and the count of fused calls at the last fallback."""
+        self.note: Callable[[str], None] = lambda text: None
+        self._generate(rewriting)
+
+    def graph_module(self, original: bool = False, owner: Any = None) -> fx.GraphModule:
+        """The graph before or after, over the modules and parameters of the owner (or of a copy of it) as they are now."""
+        graph, owner = self.original if original else self.graph, owner or self.owner
+        targets = {str(n.target) for n in graph.nodes if n.op in ("get_attr", "call_module")}
+        name = type(owner).__name__ if isinstance(owner, nn.Module) else getattr(owner, "__name__", "function")
+        return fx.GraphModule({t: self.resolve(t, owner) for t in targets}, graph, name)
+
+    def resolve(self, target: str, owner: Any = None) -> Any:
+        return resolve(owner or self.owner, target, self.constants)
+
+    # generated code
+
+    def _generate(self, rewriting: Rewriting) -> None:
+        scope: dict[str, Any] = dict(assumptions.SCOPE)
+        on_module = isinstance(self.owner, nn.Module)
+        local = {"": "self"} if on_module else {}
+        checks = [*assumptions.ENVIRONMENT]
+        checks += assumptions.of_arguments(self.arguments, rewriting.ranks, rewriting.shapes, scope)
+        for path, module in sorted(self.inlined.items()) if on_module else ():
+            name = local.setdefault(path, f"m{len(local)}")
+            scope[f"class_{name}"] = type(module)
+            checks += assumptions.of_module(name, self._reach(path, local), path, module)
+        for (path, attribute), value in self.attributes.items():
+            checks.append(assumptions.of_attribute(local[path], path, attribute, value, scope))
+        body, reads = self._compile_body(local, checks)
+        checks.append(assumptions.of_gradients(self.arguments, "self" if on_module else None))
+        scope.update(body=body, region=self)
+        values = ", ".join([*(["self"] if on_module else []), *self.arguments.free.values(), *reads])
+        parameters, names = self._parameters(scope)
+        unpack = [f"    {', '.join(local[p] if p else '_' for p in self.inlined)}, = region.modules"] if on_module else []
+        head = [f"def forward({parameters}):", *(["    region = self._fxfuse"] if on_module else []), *unpack]
+        rest = "(self, " + names + ")" if on_module else "(None, " + names + ")"
+        forward = [*head, "    if (", *(f"        {'and ' if i else ''}{c.holds}" for i, c in enumerate(checks)), "    ):",
+                   "        region.calls.fused += 1", f"        return body({values})", f"    return region.otherwise{rest}"]
+        explain = [head[0].replace("def forward", "def explain"), *head[1:]]
+        for c in checks:
+            explain += [f"    if not ({c.holds}):", f"        return {c.kind!r}, {c.why}"]
+        explain.append("    return 'plain', 'the assumptions hold again'")
+        self.source = "\n".join([*forward, "", *explain]) + "\n"
+        filename = f"<fxfuse region {self.path or 'root'} of {type(self.owner).__name__} {id(self)}>"
+        exec(compile(self.source, filename, "exec"), scope)
+        # Tracebacks and debuggers show the generated lines.
+        linecache.cache[filename] = (len(self.source), None, self.source.splitlines(True), filename)
+        self.forward, self.explain = scope["forward"], scope["explain"]
+        self._dress(self.forward)
+
+    def _reach(self, path: str, local: dict[str, str]) -> str:
+        parent, _, name = path.rpartition(".")
+        if parent in local:
+            return f"{local[parent]}._modules.get({name!r})"
+        return "self" + "".join(f"._modules[{part!r}]" for part in path.split("."))
+
+    def _compile_body(self, local: dict[str, str], checks: list[assumptions.Check]) -> tuple[Callable[..., Any], list[str]]:
+        """The graph as a function of its placeholders and of every tensor that it reads from the model."""
+        graph = fx.Graph()
+        mapping: dict[fx.Node, fx.Node] = {}
+        reads: list[str] = []
+        free = [n for n in self.graph.nodes if n.op == "placeholder"]
+        for n in free:
+            mapping[n] = graph.node_copy(n)
+        seen: dict[str, fx.Node] = {}
+        for n in self.graph.nodes:
+            if n.op == "get_attr":
+                target = str(n.target)
+                if target not in seen:
+                    name = f"read_{len(reads)}"
+                    seen[target] = graph.placeholder(name)
+                    reads.append(name)
+                    checks += assumptions.of_read(target, name, self._reach_tensor(target, local), self.resolve(target))
+                mapping[n] = seen[target]
+        for n in self.graph.nodes:
+            if n not in mapping and n.op != "output":
+                mapping[n] = graph.node_copy(n, lambda a: mapping[a])
+        output = next(n for n in self.graph.nodes if n.op == "output")
+        graph.output(fx.map_arg(output.args[0], lambda a: mapping[a]))
+        code = graph.python_code("self")
+        scope = dict(code.globals)
+        exec(compile(code.src, f"<fxfuse graph {self.path or 'root'}>", "exec"), scope)
+        function = scope["forward"]
+        if not isinstance(self.owner, nn.Module):
+            return types.MethodType(function, None), reads
+        return function, reads
+
+    def _reach_tensor(self, target: str, local: dict[str, str]) -> str:
+        if target in self.constants:
+            return f"region.constants.get({target!r})"
+        path, _, name = target.rpartition(".")
+        holder = local.get(path) or "self" + "".join(f"._modules[{part!r}]" for part in path.split("."))
+        module = self.resolve(path) if path else self.owner
+        for table in ("_parameters", "_buffers"):
+            if name in getattr(module, table):
+                return f"{holder}.{table}.get({name!r})"
+        return f"getattr({holder}, {name!r}, None)"
+
+    def _parameters(self, scope: dict[str, Any]) -> tuple[str, str]:
+        """The parameter list of the generated forward, and its call with the same arguments."""
+        parts = ["self"] if isinstance(self.owner, nn.Module) else []
+        passed: list[str] = []
+        star = False
+        parameters = list(self.arguments.signature.parameters.values())
+        for i, p in enumerate(parameters):
+            default = ""
+            if p.default is not P.empty:
+                scope[f"default_{p.name}"] = p.default
+                default = f"=default_{p.name}"
+            if p.kind is P.VAR_POSITIONAL:
+                star = True
+                parts.append(f"*{p.name}")
+                passed.append(f"*{p.name}")
+            elif p.kind is P.VAR_KEYWORD:
+                parts.append(f"**{p.name}")
+                passed.append(f"**{p.name}")
+            elif p.kind is P.KEYWORD_ONLY:
+                if not star:
+                    parts.append("*")
+                    star = True
+                parts.append(p.name + default)
+                passed.append(f"{p.name}={p.name}")
+            else:
+                parts.append(p.name + default)
+                passed.append(p.name)
+                last = i + 1 == len(parameters) or parameters[i + 1].kind is not P.POSITIONAL_ONLY
+                if p.kind is P.POSITIONAL_ONLY and last:
+                    parts.append("/")
+        return ", ".join(parts), ", ".join(passed)
+
+    def _dress(self, forward: Callable[..., Any]) -> None:
+        """What inspection shows of the generated forward is what it showed of the original."""
+        on_module = isinstance(self.owner, nn.Module)
+        original = self.owner.forward if on_module else self.owner
+        plain = getattr(original, "__func__", original)
+        for name in ("__module__", "__name__", "__qualname__", "__doc__", "__annotations__"):
+            if hasattr(plain, name):
+                setattr(forward, name, getattr(plain, name))
+        signature = inspect.signature(original)
+        if on_module:
+            own = P("self", P.POSITIONAL_ONLY if _positional_only(signature) else P.POSITIONAL_OR_KEYWORD)
+            signature = signature.replace(parameters=[own, *signature.parameters.values()])
+        forward.__signature__ = signature  # type: ignore[attr-defined]
+
+    # calls that do not take the graph
+
+    def original_forward(self, owner: Any) -> Callable[..., Any]:
+        if not isinstance(self.owner, nn.Module):
+            return self.owner
+        return self.previous if self.previous is not None else types.MethodType(type(owner).forward, owner)
+
+    def otherwise(self, owner: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """The original forward, with the reason noted. What the model computes comes first, what is counted second."""
+        if torch.compiler.is_compiling():
+            return self.original_forward(owner)(*args, **kwargs)
+        kind, why = self.explain(*([owner] if owner is not None else []), *args, **kwargs)
+        self.calls.reasons[why] += 1
+        if kind == "plain":
+            self.calls.plain += 1
+        else:
+            self.calls.fallback += 1
+            self.running_fallbacks = self.running_fallbacks + 1 if self.calls.fused == self.fused_then else 1
+            self.fused_then = self.calls.fused
+            if self.running_fallbacks >= GIVE_UP and owner is not None:
+                self.note(f"region {self.path or '.'} was taken out after {GIVE_UP} calls running that broke an assumption: {why}")
+                uninstall(owner)
+        return self.original_forward(owner)(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Region:
+        new = object.__new__(Region)
+        memo[id(self)] = new
+        new.__dict__.update(self.__dict__)
+        for name in ("owner", "modules", "constants", "calls", "previous"):
+            setattr(new, name, copy.deepcopy(getattr(self, name), memo))
+        return new
+
+    def __reduce__(self) -> Any:
+        # A pickled model is the plain model, and loads where fxfuse is not installed.
+        return type(None), ()
+
+
+def _positional_only(signature: inspect.Signature) -> bool:
+    return any(p.kind is P.POSITIONAL_ONLY for p in signature.parameters.values())
+
+
+def resolve(owner: Any, target: str, constants: Mapping[str, torch.Tensor]) -> Any:
+    """What a target of a graph is: a constant of the trace, or an attribute reached from the owner."""
+    if target in constants:
+        return constants[target]
+    value = owner
+    for part in filter(None, target.split(".")):
+        value = getattr(value, part)
+    return value
+
+
+def install(region: Region) -> None:
+    """Put the generated forward on the region's module."""
+    module = region.owner
+    region.previous = module.__dict__.get("forward")
+    module.__dict__[REGION] = region
+    module.__dict__["forward"] = types.MethodType(region.forward, module)
+
+
+def uninstall(module: nn.Module) -> None:
+    """Put back what the module had before."""
+    region = module.__dict__.pop(REGION)
+    del module.__dict__["forward"]
+    if region.previous is not None:
+        module.__dict__["forward"] = region.previous
+
+
+def intact(module: nn.Module) -> bool:
+    """Whether the module's forward is still the one that was installed."""
+    return getattr(module.__dict__.get("forward"), "__func__", None) is module.__dict__[REGION].forward
+
+
+def regions_of(model: nn.Module) -> Sequence[tuple[str, nn.Module]]:
+    return [(path, m) for path, m in model.named_modules() if REGION in m.__dict__ and m.__dict__[REGION] is not None]

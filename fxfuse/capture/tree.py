@@ -1,0 +1,135 @@
+"""Copies of a module tree that share its parameters and buffers, and nothing that a forward could spoil."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections import OrderedDict
+
+from typing import Any
+
+import torch
+from torch import nn
+
+REGION = "_fxfuse"
+"""Instance attribute of a module whose forward is a region's."""
+ROOT = "_fxfuse_root"
+"""Instance attribute of an optimized model: its report and its regions."""
+
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_CONTAINERS = (list, tuple, dict, set, OrderedDict)
+
+
+def is_opaque(module: nn.Module) -> bool:
+    """A module that cannot be taken apart in Python: it is shared, not copied, and never looked into."""
+    return isinstance(module, torch.jit.ScriptModule)
+
+
+def copy_tree(root: nn.Module, *, isolate: bool = False) -> nn.Module:
+    """The same modules anew: equal classes and attributes, the same Parameter and buffer objects.
+
+    Attributes that refer to modules of the tree (lists of layers, bound methods, hooks) refer to the copies. With
+    ``isolate`` containers are copied too, so that what a forward puts into them stays in the copy.
+    A buffer replaced in one tree is replaced in the other, as ``.to()`` does it, unless ``isolate``.
+    """
+    copies = {id(m): m if is_opaque(m) else object.__new__(type(m)) for m in root.modules()}
+    remap = _Remap(copies, isolate)
+    for module in root.modules():
+        if is_opaque(module):
+            continue
+        attributes: dict[str, Any] = {}
+        for name, value in plain_attributes(module).items():
+            if name in ("_buffers", "_non_persistent_buffers_set"):
+                attributes[name] = type(value)(value) if isolate else value
+            elif name == "_parameters" or name.endswith("_hooks_with_kwargs") or name.endswith("_hooks_always_called"):
+                attributes[name] = type(value)(value)
+            elif name == "_modules":
+                attributes[name] = type(value)((k, None if m is None else copies[id(m)]) for k, m in value.items())
+            elif name.endswith("_hooks") and isinstance(value, dict):
+                attributes[name] = type(value)((k, remap(hook)) for k, hook in value.items())
+            else:
+                attributes[name] = remap(value)
+        copies[id(module)].__dict__.update(attributes)
+    return copies[id(root)]
+
+
+def plain_attributes(module: nn.Module) -> dict[str, Any]:
+    """A module's instance attributes as they were before fxfuse."""
+    attributes = dict(module.__dict__)
+    attributes.pop(ROOT, None)
+    region = attributes.pop(REGION, None)
+    if region is not None:
+        attributes.pop("forward", None)
+        if region.previous is not None:
+            attributes["forward"] = region.previous
+    return attributes
+
+
+class _Remap:
+    """Replaces references to modules of one tree by references to their copies, inside plain containers and methods."""
+
+    def __init__(self, copies: dict[int, nn.Module], isolate: bool):
+        self.copies, self.isolate = copies, isolate
+        self.done: dict[int, Any] = {}
+
+    def __call__(self, value: Any) -> Any:
+        if isinstance(value, nn.Module):
+            return self.copies.get(id(value), value)
+        if isinstance(value, types.MethodType):
+            owner = self(value.__self__)
+            return value if owner is value.__self__ else types.MethodType(value.__func__, owner)
+        if type(value) is functools.partial:
+            func, args, keywords = self(value.func), self(value.args), self(value.keywords)
+            same = func is value.func and args is value.args and keywords is value.keywords
+            return value if same else functools.partial(func, *args, **keywords)
+        if type(value) not in _CONTAINERS:
+            return value
+        if id(value) not in self.done:
+            self.done[id(value)] = value  # a container that holds itself stays as it is
+            self.done[id(value)] = self.container(value)
+        return self.done[id(value)]
+
+    def container(self, value: Any) -> Any:
+        if isinstance(value, dict):
+            items = {k: self(v) for k, v in value.items()}
+            changed = any(items[k] is not v for k, v in value.items())
+            return type(value)(items) if changed or self.isolate else value
+        elements = [self(v) for v in value]
+        changed = any(a is not b for a, b in zip(elements, value))
+        return type(value)(elements) if changed or (self.isolate and not isinstance(value, tuple)) else value
+
+
+def snapshot(root: nn.Module) -> dict[tuple[int, str], Any]:
+    """What every attribute in the tree refers to, containers by their elements, for ``changed`` to compare with."""
+    return {(id(m), name): _shallow(value) for m in root.modules() for name, value in m.__dict__.items()}
+
+
+def changed(root: nn.Module, before: dict[tuple[int, str], Any]) -> str | None:
+    """The first attribute, as ``Class.name``, that no longer is what it was; None where all are."""
+    for module in root.modules():
+        for name, value in module.__dict__.items():
+            if not _same(before.get((id(module), name), _MISSING), _shallow(value)):
+                return f"{type(module).__name__}.{name}"
+    return None
+
+
+_MISSING = object()
+
+
+def _shallow(value: Any) -> Any:
+    if isinstance(value, dict):
+        return (dict, tuple(value.items()))
+    return (type(value), tuple(value)) if type(value) in _CONTAINERS else value
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, tuple) and isinstance(b, tuple):
+        return len(a) == len(b) and all(_same(x, y) for x, y in zip(a, b))
+    return a is b or (isinstance(a, (int, float, str)) and type(a) is type(b) and a == b)
+
+
+def hooked(module: nn.Module) -> str | None:
+    """The kind of hook that a module has, or None."""
+    return next((name.strip("_").removesuffix("s").replace("_", " ") for name in HOOKS if module.__dict__.get(name)), None)
+
+

@@ -1,0 +1,239 @@
+"""Runs passes over a graph, and carries the burdens that every rule shares.
+
+For each rule, in order: fit the pattern at each node, ask the rule's check, make sure that nobody outside can tell the
+difference, put the replacement at the root's place, and note what was done or why not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxfuse import errors
+from fxfuse.dependence import Dependence
+from fxfuse.facts import Facts
+from fxfuse.match import Match, NoMatch, unify
+from fxfuse.options import Options
+from fxfuse.report import Event
+from fxfuse.rule import Rule
+from fxfuse.spellings import spell
+
+SWEEPS = 16
+"""A rule whose own replacement keeps matching it is stopped after this many sweeps and named in the error."""
+
+_NO_KERNEL = {"t", "transpose", "permute", "reshape", "flatten", "unflatten", "contiguous", "dropout", "chunk", "split",
+              "split_with_sizes", "narrow", "getitem", "getattr", "size"}
+
+
+@dataclass
+class Rewriting:
+    """What came of rewriting one graph."""
+
+    events: list[Event] = field(default_factory=list)
+    ranks: dict[str, int] = field(default_factory=dict)
+    """Assumptions that rules took: placeholder name -> rank."""
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """Assumptions that rules took: name of a placeholder used as weight or bias -> shape."""
+
+
+def run(gm: fx.GraphModule, passes: Sequence[Rule], options: Options, region: str = "",
+        examples: dict[str, Any] | None = None) -> Rewriting:
+    """Apply ``passes`` to ``gm`` in place. ``examples``: placeholder name -> Fact, where a call was recorded."""
+    work = _Run(gm, options, region, Facts(gm, examples))
+    for rule in passes:
+        if rule.name not in options.exclude:
+            work.apply(rule)
+    gm.graph.eliminate_dead_code(is_impure_node=work.impure)
+    work.lint("dead code elimination")
+    gm.recompile()
+    alive = {n.name for n in gm.graph.nodes}
+    result = work.result
+    result.events = [e for e in result.events if e.kind != "kept" or e.nodes[0] in alive]
+    return result
+
+
+class _Run:
+    def __init__(self, gm: fx.GraphModule, options: Options, region: str, facts: Facts):
+        self.gm, self.options, self.region, self.facts = gm, options, region, facts
+        self.dependence = Dependence(gm)
+        self.result = Rewriting()
+
+    def impure(self, node: fx.Node) -> bool:
+        """Whether a node must stay although nobody reads it."""
+        return node.is_impure() or node in self.dependence.writes or _random(node)
+
+    def apply(self, rule: Rule) -> None:
+        alternatives = rule.alternatives()
+        for _ in range(SWEEPS):
+            # A list, since rewriting while walking would meet the new nodes; program order, so that inner matches come first.
+            if not any([self.attempt(rule, alternatives, node) for node in list(self.gm.graph.nodes)]):
+                break
+        else:
+            raise errors.rewrite_failed(rule.form, RuntimeError(f"it still found work after {SWEEPS} sweeps"))
+        self.lint(rule.form)
+
+    def lint(self, name: str) -> None:
+        try:
+            self.gm.graph.lint()
+        except Exception as error:
+            raise errors.rewrite_failed(name, error) from error
+
+    def attempt(self, rule: Rule, alternatives: Sequence[Any], node: fx.Node) -> bool:
+        call = spell(node) if not node._erased else None
+        if call is None:
+            return False
+        misses = []
+        for pattern in alternatives:
+            if call.op not in pattern.ops:
+                continue
+            m = Match(node, self.facts)
+            try:
+                unify(pattern, node, m)
+                for name in rule.operands():
+                    m.bindings.setdefault(name, None)
+                rule.check(m)
+                self.check_surroundings(m)
+                self.check_aliasing(rule, m)
+                if rule.numerics == "fused" and self.options.numerics == "exact":
+                    raise NoMatch("numerics='exact' forbids rounding at other places", node=node, candidate=True)
+            except NoMatch as miss:
+                misses.append(miss)
+                continue
+            self.rewrite(rule, m)
+            return True
+        refusal = max(misses, key=lambda miss: (miss.candidate, miss.depth), default=None)
+        if refusal and refusal.candidate and rule.kind == "fused":
+            self.note(Event("kept", rule.name, rule.form, self.region, (node.name,), source_of(refusal.node or node, node),
+                            refusal.reason))
+        return False
+
+    def note(self, event: Event) -> None:
+        # Sweeps and alternatives meet the same node again; it is one candidate.
+        if event.kind == "kept":
+            for known in self.result.events:
+                if (known.kind, known.rule, known.nodes) == ("kept", event.rule, event.nodes):
+                    return
+        self.result.events.append(event)
+
+    def check_surroundings(self, m: Match) -> None:
+        """Refuse a match that somebody outside it could notice."""
+        inside = set(m.nodes)
+        for node in m.nodes[1:]:
+            others = [user for user in node.users if user not in inside]
+            for user in others:
+                if user.op == "output":
+                    raise NoMatch("{} is returned as well", node, node=node, candidate=True)
+                if user in self.dependence.writes and self.dependence.writes[user] & self.dependence.memory[node]:
+                    raise NoMatch("{} is written by {}", node, user, node=node, candidate=True)
+                raise NoMatch("{} is read by {} as well", node, user, node=node, candidate=True)
+        # An in-place spelling inside the match is harmless where it writes memory that the match itself made.
+        made = {n for n in inside if not self.writes_outside(n, inside)}
+        for node in inside - made:
+            raise NoMatch("{} writes {} in place", node, node.all_input_nodes[0], node=node, candidate=True)
+        read = inside | {arg for n in inside for arg in n.all_input_nodes}
+        writer = self.dependence.writer_between(inside, m.root, read)
+        if writer is not None:
+            raise NoMatch("{} writes, before {}, what the match reads", writer, m.root, node=writer, candidate=True)
+        between = self.dependence.convex(inside)
+        if between is not None:
+            raise NoMatch("{} depends on one part of the match and another part on it", between, node=between, candidate=True)
+
+    def check_aliasing(self, rule: Rule, m: Match) -> None:
+        """Two values may become one only where nobody writes either of them or could tell them apart outside."""
+        if rule.unites is None:
+            return
+        kept = m.bindings[rule.unites]
+        for node in (m.root, kept):
+            if self.dependence.written_later(node):
+                raise NoMatch("{} is written later", node, node=node, candidate=True)
+        if self.dependence.leaves_region(m.root):
+            raise NoMatch("{} is returned, and must stay memory of its own", m.root, node=m.root, candidate=True)
+
+    def writes_outside(self, node: fx.Node, inside: set[fx.Node]) -> bool:
+        written = self.dependence.writes.get(node, frozenset())
+        return bool(written - inside)
+
+    def rewrite(self, rule: Rule, m: Match) -> None:
+        graph, root = self.gm.graph, m.root
+        mark = root.prev
+        with graph.inserting_before(root):
+            new = rule.rewrite(m, graph)
+        created = []
+        node = mark.next
+        while node is not root:
+            created.append(node)
+            node = node.next
+        for node in created:
+            node.meta = {**_inherited(root), "fxfuse": rule.form, "fxfuse_from": tuple(n.name for n in m.nodes)}
+            self.facts.inherit(node, root) if node is new else self.derive(node)
+        names = tuple(n.name for n in m.nodes)
+        kernels = sum(map(kernels_of, m.nodes)) - sum(map(kernels_of, created))
+        root.replace_all_uses_with(new)
+        gone = []
+        for n in sorted(m.nodes, key=self.dependence.position.__getitem__, reverse=True):
+            if not n.users:
+                graph.erase_node(n)
+                gone.append(n)
+        self.dependence.replace(gone, root, created, new)
+        for name, rank in m.ranks.items():
+            self.result.ranks[name.name] = rank
+        for name, shape in m.shapes.items():
+            self.result.shapes[name.name] = shape
+        self.note(Event(rule.kind, rule.name, rule.form, self.region, names,
+                        source_of(root), f"is now {target_name(new)}", kernels, self.bytes_between(m)))
+
+    def derive(self, node: fx.Node) -> None:
+        """Facts of a helper node (a transposed weight, say) that a rule created beside its replacement."""
+        inputs = node.all_input_nodes
+        if all(n in self.facts.static for n in inputs):
+            self.facts.static.add(node)
+            if node.target is torch.t and inputs[0] in self.facts.known:
+                old = self.facts.known[inputs[0]]
+                self.facts.known[node] = type(old)(old.shape[::-1], old.dtype, old.device)
+
+    def bytes_between(self, m: Match) -> int | None:
+        """Bytes to and from memory for the values inside the match, where the example tells their sizes."""
+        total = 0
+        for node in m.nodes[1:]:
+            fact = self.facts.get(node)
+            if fact is None:
+                return None
+            if kernels_of(node):
+                total += 2 * torch.Size(fact.shape).numel() * fact.dtype.itemsize
+        return total
+
+
+def kernels_of(node: fx.Node) -> int:
+    """GPU kernels that a node launches, by prediction."""
+    if node.op not in ("call_function", "call_method", "call_module"):
+        return 0
+    call = spell(node)
+    return 0 if call is not None and call.name in _NO_KERNEL else 1
+
+
+def _inherited(root: fx.Node) -> dict[str, Any]:
+    return {k: v for k, v in root.meta.items() if k not in ("fxfuse", "fxfuse_from")}
+
+
+def _random(node: fx.Node) -> bool:
+    """Dropping a node that draws random numbers would shift every later draw."""
+    call = spell(node)
+    if call is not None and call.name == "dropout":
+        return call.args["training"] is not False
+    return isinstance(node.target, str) and "dropout" in node.target or "rand" in str(getattr(node.target, "__name__", ""))
+
+
+def source_of(node: fx.Node, otherwise: fx.Node | None = None) -> str:
+    """``file:line: code`` of the user's statement that a node was traced from, or ""."""
+    return node.meta.get("source", "") or (otherwise.meta.get("source", "") if otherwise is not None else "")
+
+
+def target_name(node: fx.Node) -> str:
+    target = node.target
+    return target if isinstance(target, str) else getattr(target, "__name__", str(target))
+
+

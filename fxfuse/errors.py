@@ -1,0 +1,84 @@
+"""The one catalogue of what can go wrong. Each error says what was wrong, where, and what to do."""
+
+from __future__ import annotations
+
+
+class FxfuseError(Exception):
+    """Base of every error that fxfuse raises by itself."""
+
+
+class NotOptimizable(FxfuseError, TypeError):
+    """The object given is nothing that can be optimized."""
+
+
+class UnsupportedModel(FxfuseError, ValueError):
+    """The model is a module, but one that fxfuse must leave alone (scripted, quantised, on meta, ...)."""
+
+
+class ExampleWarning(UserWarning):
+    """The model's own forward refused the example inputs, so nothing was learned from them."""
+
+
+class NothingFused(FxfuseError, RuntimeError):
+    """``strict={"fuse"}`` was asked for and no candidate was fused."""
+
+
+class NotOptimized(FxfuseError, ValueError):
+    """report, graphs and restore take what optimize returned."""
+
+
+class RestoreRefused(FxfuseError, RuntimeError):
+    """A region's forward was replaced by somebody else since, so putting the old one back would drop theirs."""
+
+
+class RewriteFailed(FxfuseError, RuntimeError):
+    """A pass left an invalid graph. This is a fault of the pass; the message names it."""
+
+
+def not_optimizable(model: object) -> NotOptimizable:
+    what = f"{type(model).__module__}.{type(model).__qualname__}".removeprefix("builtins.")
+    return NotOptimizable(
+        f"optimize() takes an nn.Module, a torch.fx.GraphModule or a Python function, not {what}. "
+        "Pass the model itself, not its class, its state or a list of modules."
+    )
+
+
+def example_failed(model: object, error: BaseException) -> str:
+    name = getattr(model, "__name__", type(model).__name__)
+    return (f"The example inputs were not used: {name} raised {type(error).__name__} on them ({_short(error)}). Without an example "
+            "less is captured, and nothing is checked. Pass what the forward takes, as example_inputs=(...), example_kwargs={...}.")
+
+
+def _short(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return text if len(text) <= 200 else text[:200] + "..."
+
+
+def nothing_fused(report: object) -> NothingFused:
+    return NothingFused(
+        "strict={'fuse'} was asked for, and nothing was fused. The report says why:\n" + str(report)
+    )
+
+
+def restore_refused(path: str) -> RestoreRefused:
+    return RestoreRefused(
+        f"the forward of {path or 'the model'!r} was replaced after fxfuse.optimize(), and that replacement may call the "
+        "fused one. Undo that replacement first, then call fxfuse.restore() again."
+    )
+
+
+def rewrite_failed(rule: str, error: BaseException) -> RewriteFailed:
+    return RewriteFailed(f"pass {rule} left an invalid graph: {error}. Leave it out with Options(exclude=({rule!r},)).")
+
+
+def not_optimized(model: object) -> FxfuseError:
+    return NotOptimized(f"this {type(model).__name__} did not come from fxfuse.optimize()")
+
+
+def refuse_unsupported(model: object) -> None:
+    """Raise UnsupportedModel where there is no forward in Python, or no weights to compute with."""
+    import torch
+
+    name = type(model).__name__
+    if isinstance(model, torch.jit.ScriptModule):
+        raise UnsupportedModel(f"{name} is scripted: its forward is no Python code. Optimize the module before scripting it.")

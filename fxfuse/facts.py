@@ -1,0 +1,121 @@
+"""What is known of the values in a region before it runs: shape, dtype and device, and what that knowledge rests on.
+
+Values that depend on parameters alone are known without any input. With example inputs everything else is, too, but
+only for that example: a rule that decides by it must turn it into an assumption, checked when the region is called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from fxfuse.spellings import ACTIVATIONS, spell
+
+
+@dataclass(frozen=True)
+class Fact:
+    """The type of one tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> Fact:
+        return Fact(tuple(tensor.shape), tensor.dtype, tensor.device)
+
+
+class _Unknown(Exception):
+    """A value could not be worked out; whatever depends on it cannot be, either."""
+
+
+class _Propagate(fx.Interpreter):
+    """Runs the graph on tensors without data, going on past nodes that cannot be run so."""
+
+    def __init__(self, gm: fx.GraphModule, examples: Mapping[str, Any]):
+        super().__init__(gm, garbage_collect_values=False)
+        self.examples = examples
+
+    def empty(self, tensor: torch.Tensor) -> torch.Tensor:
+        # Made afresh and not from the tensor: a converter would keep weak references to the user's parameters.
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+
+    def run_node(self, n: fx.Node) -> Any:
+        if n.op == "output":
+            return None
+        try:
+            if n.op == "placeholder":
+                return self.placeholder_value(n)
+            if n.op == "get_attr":
+                value = self.fetch_attr(str(n.target))
+                return self.empty(value) if isinstance(value, torch.Tensor) else value
+            if any(self.env.get(arg, _Unknown) is _Unknown for arg in n.all_input_nodes):
+                return _Unknown
+            return super().run_node(n)
+        except Exception:  # an op that does not run without data: the value is unknown, which is never wrong
+            return _Unknown
+
+    def placeholder_value(self, n: fx.Node) -> Any:
+        value = self.examples.get(n.name, _Unknown)
+        return torch.empty(value.shape, dtype=value.dtype, device=value.device) if isinstance(value, Fact) else value
+
+
+class Facts:
+    """Known facts of one graph. ``examples`` maps placeholder names to the ``Fact`` of the recorded argument."""
+
+    def __init__(self, gm: fx.GraphModule, examples: Mapping[str, Any] | None = None):
+        self.known: dict[fx.Node, Fact] = {}
+        self.static: set[fx.Node] = set()
+        """Nodes that depend on no placeholder."""
+        self.examples = dict(examples or {})
+        for node in gm.graph.nodes:
+            if node.op != "placeholder" and all(arg in self.static for arg in node.all_input_nodes):
+                self.static.add(node)
+        run = _Propagate(gm, self.examples)
+        with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
+            run.run(*[None for node in gm.graph.nodes if node.op == "placeholder"])
+        self.known = {n: Fact.of(v) for n, v in run.env.items() if isinstance(v, torch.Tensor)}
+
+    def get(self, node: Any) -> Fact | None:
+        return self.known.get(node) if isinstance(node, fx.Node) else None
+
+    def inherit(self, new: fx.Node, old: fx.Node) -> None:
+        if old in self.known:
+            self.known[new] = self.known[old]
+        if old in self.static:
+            self.static.add(new)
+
+    def rank(self, node: Any) -> int | fx.Node | None:
+        """The rank of a value: a number where the graph itself fixes it, a placeholder that has the same rank, or None."""
+        if not isinstance(node, fx.Node):
+            return 0 if isinstance(node, (int, float)) else None
+        if node.op == "placeholder":
+            return node
+        if node in self.static and node in self.known:
+            return len(self.known[node].shape)
+        call = spell(node)
+        if call is None:
+            return None
+        if call.name in ("mm", "addmm", "t"):
+            return 2
+        if call.name == "reshape" and isinstance(call.args["shape"], Sequence):
+            return len(call.args["shape"])
+        if call.name in _SAME_RANK:
+            return self.rank(call.args["input"])
+        if call.name == "matmul" and self.rank(call.args["other"]) == 2:
+            return self.rank(call.args["input"])
+        if call.name in ("add", "mul", "sub", "div"):
+            # The larger rank of the two; a parameter of rank 0 or 1 never adds a dimension to a matrix.
+            ranks = [self.rank(call.args["input"]), self.rank(call.args["other"])]
+            low = [r for r in ranks if isinstance(r, int) and r <= 1]
+            return next((r for r in ranks if r not in low), None) if low else (ranks[0] if ranks[0] == ranks[1] else None)
+        return None
+
+
+_SAME_RANK = {*ACTIVATIONS, "dropout", "contiguous", "neg", "exp", "erf", "square", "clamp", "clamp_min", "transpose",
+              "permute", "linear", "glu", "pow"}

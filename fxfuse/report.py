@@ -1,0 +1,181 @@
+"""What fxfuse did to a model, what it left alone and why, and how the calls since then went."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from tabulate import tabulate
+
+SCHEMA = 1
+"""Version of the JSON form."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """One candidate, or one step that made candidates possible."""
+
+    kind: Literal["fused", "kept", "tidied", "lowered"]
+    rule: str
+    """The pass, by the stem of its file."""
+    form: str
+    """The rule inside the pass."""
+    region: str
+    """Module path of the region; "" is the model itself."""
+    nodes: tuple[str, ...]
+    """Names in the graph as traced (``graphs(model, original=True)``), the root first."""
+    source: str
+    """``file:line: code`` of the model's own statement, or ""."""
+    reason: str
+    """What the nodes became, or why they stay."""
+    kernels_saved: int = 0
+    """Predicted GPU kernel launches saved per call."""
+    bytes_saved: int | None = None
+    """Predicted bytes of memory traffic saved per call at the example's sizes; None where these are not known."""
+
+
+@dataclass(frozen=True)
+class Uncaptured:
+    """A module that is in no region."""
+
+    path: str
+    kind: str
+    """Its class."""
+    reason: str
+
+
+@dataclass
+class RegionInfo:
+    """One traced subtree."""
+
+    path: str
+    kind: str
+    nodes_before: int
+    nodes_after: int
+    installed: bool
+    note: str = ""
+
+
+@dataclass
+class Calls:
+    """How the calls of one region went."""
+
+    fused: int = 0
+    plain: int = 0
+    """Calls that gradients, autocast or an active mode kept on the model's own forward."""
+    fallback: int = 0
+    """Calls that broke an assumption of the trace, and so ran the model's own forward."""
+    reasons: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass
+class Coverage:
+    """How many of the model's ``nn.Linear`` modules lie in traced regions."""
+
+    seen: int = 0
+    captured: int = 0
+
+
+class Report:
+    """The record of one ``optimize`` or ``rewrite``. ``print`` it, or read its attributes."""
+
+    def __init__(self, model: str):
+        self.model = model
+        self.events: list[Event] = []
+        self.regions: list[RegionInfo] = []
+        self.uncaptured: list[Uncaptured] = []
+        self.coverage = Coverage()
+        self.calls: dict[str, Calls] = {}
+        """Region path -> counts; they go on counting while the model runs."""
+        self.notes: list[str] = []
+        self.seconds: dict[str, float] = {}
+        """Time by stage of optimize()."""
+
+    @property
+    def fused(self) -> list[Event]:
+        return [e for e in self.events if e.kind == "fused"]
+
+    @property
+    def kept(self) -> list[Event]:
+        return [e for e in self.events if e.kind == "kept"]
+
+    @property
+    def kernels_saved(self) -> int:
+        return sum(e.kernels_saved for e in self.events if e.kind != "kept")
+
+    @property
+    def bytes_saved(self) -> int | None:
+        known = [e.bytes_saved for e in self.fused if e.bytes_saved is not None]
+        return sum(known) if known else None
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "schema": SCHEMA,
+            "model": self.model,
+            "events": [asdict(e) for e in self.events],
+            "regions": [asdict(r) for r in self.regions],
+            "uncaptured": [asdict(u) for u in self.uncaptured],
+            "coverage": asdict(self.coverage),
+            "calls": {path: {**asdict(c), "reasons": dict(c.reasons)} for path, c in self.calls.items()},
+            "kernels_saved": self.kernels_saved,
+            "bytes_saved": self.bytes_saved,
+            "notes": self.notes,
+            "seconds": self.seconds,
+        }
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=1)
+
+    def to_markdown(self) -> str:
+        return self._render("github", "## ")
+
+    def __str__(self) -> str:
+        return self._render("simple", "")
+
+    def __repr__(self) -> str:
+        return f"<fxfuse report of {self.model}: {len(self.fused)} fused, {len(self.kept)} kept>"
+
+    def _render(self, style: str, mark: str) -> str:
+        saved = f", {self.kernels_saved} kernel launches saved per call" if self.kernels_saved else ""
+        traffic = f", {_size(self.bytes_saved)} less memory traffic" if self.bytes_saved else ""
+        parts = [f"{mark}{self.model}: {len(self.fused)} fused, {len(self.kept)} kept{saved}{traffic} (predicted); "
+                 f"{self.coverage.captured} of {self.coverage.seen} Linears in {len(self.regions)} captured region"
+                 + ("s" if len(self.regions) != 1 else "")]
+        def table(title: str, head: list[str], rows: Iterable[Iterable[Any]]) -> None:
+            rows = [list(row) for row in rows]
+            if rows:
+                parts.append(f"{mark}{title}\n" + tabulate(rows, headers=head, tablefmt=style, disable_numparse=True))
+
+        table("fused", ["rule", "region", "nodes", "source", "result"],
+              ([e.rule, e.region or ".", ", ".join(e.nodes), _short(e.source), e.reason] for e in self.fused))
+        table("lowered (one op, a faster implementation)", ["rule", "region", "node", "source", "result"],
+              ([e.rule, e.region or ".", e.nodes[0], _short(e.source), e.reason] for e in self.events if e.kind == "lowered"))
+        table("kept", ["rule", "region", "node", "source", "reason"],
+              ([e.rule, e.region or ".", ", ".join(e.nodes), _short(e.source), e.reason] for e in self.kept))
+        table("not captured", ["module", "class", "reason"], ([u.path or ".", u.kind, u.reason] for u in self.uncaptured))
+        table("regions left as they were", ["region", "class", "note"],
+              ([r.path or ".", r.kind, r.note] for r in self.regions if not r.installed))
+        table("calls since", ["region", "fused", "plain", "fallback", "reasons"],
+              ([path or ".", c.fused, c.plain, c.fallback, "; ".join(f"{why} ({n})" for why, n in c.reasons.most_common())]
+               for path, c in self.calls.items() if c.fused or c.plain or c.fallback))
+        if self.notes:
+            parts.append(f"{mark}notes\n" + "\n".join(self.notes))
+        return "\n\n".join(parts)
+
+
+def _short(source: str) -> str:
+    """``/long/path/file.py:12: code`` as ``file.py:12: code``."""
+    place, colon, code = source.partition(": ")
+    return place.rpartition("/")[2] + colon + code
+
+
+def _size(count: int) -> str:
+    value = float(count)
+    for unit in ("B", "KiB", "MiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} GiB"

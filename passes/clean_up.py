@@ -1,0 +1,180 @@
+"""Removes what computes nothing, so that the parts of a pattern come to stand side by side.
+
+    x.T.T                     ->  x
+    w.transpose(-2, -1)       ->  torch.t(w), for a matrix w
+    dropout(x) that drops nothing, x / 1.0, x * 1, x.view(x.shape)   ->  x
+    f(x), f(x)                ->  one f(x)
+    act(view(linear(x)))      ->  view(act(linear(x)))
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxfuse.match import Match
+from fxfuse.rule import Rule
+from fxfuse.spellings import ACTIVATIONS, spell
+
+
+class MatrixTranspose(Rule):
+    """Any spelling of a matrix's transpose -> torch.t."""
+
+    kind = "tidied"
+    numerics = "exact"
+
+    def pattern(self, op, x):
+        return op.any_of("view", ("transpose", "permute", "getattr"), x)
+
+    def check(self, m: Match) -> None:
+        fact = m.fact("x")
+        m.expect(fact is not None and m.x in m.facts.static and len(fact.shape) == 2, "not known to be a matrix")
+        call = m.calls["view"]
+        if call.name == "transpose":
+            dims = [call.args["dim0"], call.args["dim1"]]
+            m.expect(all(isinstance(d, int) for d in dims) and {d % 2 for d in dims} == {0, 1}, "keeps its dimensions")
+        elif call.name == "permute":
+            m.expect(tuple(call.args["dims"]) in ((1, 0), (-1, 0), (1, -2), (-1, -2)), "keeps its dimensions")
+        else:
+            m.expect(call.args["name"] in ("T", "mT"), "is no transpose")
+
+    def rewrite(self, m: Match, graph: fx.Graph) -> fx.Node:
+        return graph.call_function(torch.t, (m.x,))
+
+
+class TransposeTwice(Rule):
+    """t(t(x)) -> x."""
+
+    kind = "tidied"
+    numerics = "exact"
+
+    def pattern(self, op, x):
+        return op.t(op.t(x))
+
+    def check(self, m: Match) -> None:
+        m.nodes.pop()  # the inner transpose may serve others
+
+    def rewrite(self, m: Match, graph: fx.Graph) -> fx.Node:
+        return m.x
+
+
+class IdleDropout(Rule):
+    """dropout(x) with p = 0 or outside of training -> x, which is what it returns."""
+
+    kind = "tidied"
+    numerics = "exact"
+
+    def pattern(self, op, x):
+        return op.any_of("drop", ("dropout",), x)
+
+    def check(self, m: Match) -> None:
+        m.expect(m.arg("drop", "training") is False or m.arg("drop", "p") == 0, "it drops")
+
+    def rewrite(self, m: Match, graph: fx.Graph) -> fx.Node:
+        return m.x
+
+
+class TimesOne(Rule):
+    """x / 1.0, x * 1 -> x, for floating-point x."""
+
+    kind = "tidied"
+    numerics = "exact"
+    unites = "x"
+
+    def pattern(self, op, x):
+        return [op.div(x, 1), op.mul(x, 1)]
+
+    def check(self, m: Match) -> None:
+        m.expect(_is_floating(m, m.x), "not known to be floating point")
+
+    def rewrite(self, m: Match, graph: fx.Graph) -> fx.Node:
+        return m.x
+
+
+class SameShape(Rule):
+    """x.view(x.shape) -> x."""
+
+    kind = "tidied"
+    numerics = "exact"
+
+    def pattern(self, op, x):
+        return op.any_of("view", ("reshape",), x)
+
+    def check(self, m: Match) -> None:
+        m.expect(_is_shape_of(m.arg("view", "shape"), m.x), "another shape")
+
+    def rewrite(self, m: Match, graph: fx.Graph) -> fx.Node:
+        return m.x
+
+
+class CommonSubexpression(Rule):
+    """Of two equal calls the later one -> the earlier one."""
+
+    kind = "tidied"
+    numerics = "exact"
+    unites = "twin"
+
+    def pattern(self, op, x, twin):
+        return op.any_of("call", (*ACTIVATIONS, "linear", "matmul", "mm", "addmm", "t", "transpose", "getattr", "size", "reshape"), x)
+
+    def check(self, m: Match) -> None:
+        m.expect(isinstance(m.x, fx.Node) and not m.calls["call"].writes, "no operand")
+        twins = [user for user in m.x.users if user is not m.root and _same_call(user, m.root) and user < m.root]
+        m.expect(twins, "computed once")
+        m.bindings["twin"] = twins[0]
+
+    def rewrite(self, m: Match, graph: fx.Graph) -> fx.Node:
+        return m.twin
+
+
+class ActivationBeforeView(Rule):
+    """act(view(h)) -> view(act(h)) where h is a projection: elementwise, so the view may come after."""
+
+    kind = "tidied"
+    numerics = "exact"
+
+    def pattern(self, op, h):
+        return op.any_of("act", ACTIVATIONS, op.any_of("view", ("reshape", "unflatten", "flatten"), h))
+
+    def check(self, m: Match) -> None:
+        product = spell(m.h)
+        m.expect(product is not None and product.name in ("linear", "matmul", "mm", "addmm"), "not a view of a projection")
+
+    def rewrite(self, m: Match, graph: fx.Graph) -> fx.Node:
+        view, act = m.calls["view"].node, m.calls["act"].node
+        inner = graph.create_node(act.op, act.target, _with_operand(act.args, m.h), act.kwargs)
+        return graph.create_node(view.op, view.target, _with_operand(view.args, inner), view.kwargs)
+
+
+def _with_operand(args: tuple[Any, ...], operand: fx.Node) -> tuple[Any, ...]:
+    return (operand, *args[1:])
+
+
+def _is_floating(m: Match, node: Any) -> bool:
+    fact, call = m.facts.get(node), spell(node)
+    known = fact is not None and node in m.facts.static
+    # A projection of floating-point weights is floating point, and so is each activation of it.
+    while call is not None and call.name in ACTIVATIONS and not known:
+        node = call.args["input"]
+        call = spell(node)
+    if call is not None and call.name == "linear":
+        fact = m.facts.get(call.args["weight"])
+    return fact is not None and fact.dtype.is_floating_point
+
+
+def _is_shape_of(shape: Any, x: Any) -> bool:
+    if isinstance(shape, fx.Node):
+        call = spell(shape)
+        return call is not None and call.args["input"] is x and (
+            call.name == "size" and call.args["dim"] is None or call.name == "getattr" and call.args["name"] == "shape")
+    return False
+
+
+def _same_call(a: fx.Node, b: fx.Node) -> bool:
+    return a.op == b.op and a.target is b.target and a.args == b.args and a.kwargs == b.kwargs
+
+
+RULES = (IdleDropout(), TimesOne(), SameShape(), CommonSubexpression(), MatrixTranspose(), TransposeTwice())
+HOIST = (ActivationBeforeView(),)
