@@ -1,7 +1,7 @@
 """fxfuse: finds matmul+add, linear+activation and gated MLP patterns in PyTorch models, and fuses them.
 
-    model = fxfuse.optimize(model)
-    print(fxfuse.report(model))
+model = fxfuse.optimize(model)
+print(fxfuse.report(model))
 """
 
 from fxfuse.api import graphs, optimize, report, restore, rewrite

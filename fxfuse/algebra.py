@@ -17,7 +17,7 @@ Polynomial = dict[int, float]
 def factors(root: fx.Node) -> tuple[float, list[fx.Node], list[fx.Node]]:
     """A product taken apart: (its constant, the nodes that are multiplied, the inner product nodes).
 
-    Inner products are opened only where nobody else reads them: what is read twice is a value with a meaning of its own.
+    Inner products are opened only where nobody else reads them: what is read twice is a value in its own right.
     """
     constant, values, inner = 1.0, [], []
     open_nodes = [root]
@@ -60,7 +60,11 @@ def polynomial(value: Any, x: fx.Node, seen: list[fx.Node]) -> Polynomial | None
 
 
 def _step(call: Call, x: fx.Node, seen: list[fx.Node]) -> Polynomial | None:
-    a = polynomial(call.args["input"], x, seen) if call.name in ("add", "sub", "mul", "div", "pow", "square", "neg") else None
+    a = (
+        polynomial(call.args["input"], x, seen)
+        if call.name in ("add", "sub", "mul", "div", "pow", "square", "neg")
+        else None
+    )
     if a is None:
         return None
     if call.name == "neg":
@@ -69,7 +73,7 @@ def _step(call: Call, x: fx.Node, seen: list[fx.Node]) -> Polynomial | None:
         return _times(a, a)
     if call.name == "pow":
         exponent = call.args["exponent"]
-        if not isinstance(exponent, Real) or exponent not in (1, 2, 3):
+        if not isinstance(exponent, (int, float)) or exponent not in (1, 2, 3):
             return None
         result = a
         for _ in range(int(exponent) - 1):

@@ -23,13 +23,19 @@ from fxfuse.report import RegionInfo, Report
 M = TypeVar("M", bound=Callable[..., Any])
 
 
-def optimize(model: M, example_inputs: Any = None, example_kwargs: Mapping[str, Any] | None = None, *,
-             options: Options | None = None, **changes: Any) -> M:
+def optimize(
+    model: M,
+    example_inputs: Any = None,
+    example_kwargs: Mapping[str, Any] | None = None,
+    *,
+    options: Options | None = None,
+    **changes: Any,
+) -> M:
     """Fuse what can be fused in ``model`` and return it as what it was: same class, state_dict and parameters.
 
     Args:
         model: an ``nn.Module`` (a copy of its module tree comes back, sharing parameters and buffers, unless
-            ``inplace=True``), a ``torch.fx.GraphModule`` (one with the rewritten graph comes back) or a Python function.
+            ``inplace=True``), a ``torch.fx.GraphModule`` (one with the rewritten graph comes back) or a function.
         example_inputs: positional arguments of one call, a tuple; a single tensor stands for a tuple of it. With them
             shapes and optional arguments are known, more is captured, and each region is checked against its forward.
         example_kwargs: keyword arguments of that call.
@@ -46,6 +52,7 @@ def optimize(model: M, example_inputs: Any = None, example_kwargs: Mapping[str, 
     with_example = example_inputs is not None or bool(example_kwargs)
     if _installed(model) is not None:
         return model
+    result: Any
     if isinstance(model, fx.GraphModule):
         result, report = rewrite(model, args if with_example else None, options=chosen)
         result.__dict__[ROOT] = build.Installed(report, [])
@@ -57,10 +64,12 @@ def optimize(model: M, example_inputs: Any = None, example_kwargs: Mapping[str, 
         raise errors.not_optimizable(model)
     if "fuse" in chosen.strict and not report.fused:
         raise errors.nothing_fused(report)
-    return result  # type: ignore[return-value]
+    return result
 
 
-def rewrite(gm: fx.GraphModule, example_inputs: Any = None, *, options: Options | None = None) -> tuple[fx.GraphModule, Report]:
+def rewrite(
+    gm: fx.GraphModule, example_inputs: Any = None, *, options: Options | None = None
+) -> tuple[fx.GraphModule, Report]:
     """Rewrite a torch.fx graph: a new GraphModule with the same parameters and submodules, and the report.
 
     ``gm`` may come from any tracer: torch-level calls, methods, module calls or ATen overloads. It stays as it is.
@@ -76,7 +85,9 @@ def rewrite(gm: fx.GraphModule, example_inputs: Any = None, *, options: Options 
     new.__dict__["training"] = gm.training
     placeholders = [n.name for n in new.graph.nodes if n.op == "placeholder"]
     values = _example(example_inputs) if example_inputs is not None else ()
-    facts = {name: Fact.of(v) if isinstance(v, torch.Tensor) else v for name, v in zip(placeholders, values)}
+    facts = {
+        name: Fact.of(v) if isinstance(v, torch.Tensor) else v for name, v in zip(placeholders, values, strict=False)
+    }
     before = len(new.graph.nodes)
     normalise(new, build.untouched, training=gm.training)
     rewriting = engine.run(new, DEFAULT, options, "", facts)

@@ -19,12 +19,28 @@ from torch import fx, nn
 OUTSIDE = "memory of the caller and of the model"
 """Arguments, parameters and buffers may all share memory with each other, so they count as one."""
 
-_INPLACE_OPERATORS = {f for name, f in vars(operator).items() if name.startswith("i") and f"__{name}__" in dir(operator)
-                      and name not in ("index", "inv", "invert", "is_", "is_not")}
+_INPLACE_OPERATORS = {
+    f
+    for name, f in vars(operator).items()
+    if name.startswith("i")
+    and f"__{name}__" in dir(operator)
+    and name not in ("index", "inv", "invert", "is_", "is_not")
+}
 # What a dropout returns in eval mode, or with p = 0, is its input; the schemas do not say so.
-_MAY_RETURN_INPUT = {"dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout", "type_as"}
-_PURE_OPERATORS = {f for name, f in vars(operator).items() if callable(f)} - _INPLACE_OPERATORS - {
-    operator.getitem, operator.setitem, operator.delitem}
+_MAY_RETURN_INPUT = {
+    "dropout",
+    "dropout1d",
+    "dropout2d",
+    "dropout3d",
+    "alpha_dropout",
+    "feature_alpha_dropout",
+    "type_as",
+}
+_PURE_OPERATORS = (
+    {f for name, f in vars(operator).items() if callable(f)}
+    - _INPLACE_OPERATORS
+    - {operator.getitem, operator.setitem, operator.delitem}
+)
 
 
 @functools.cache
@@ -66,11 +82,20 @@ def _effect(node: fx.Node, module: nn.Module | None) -> tuple[str, bool]:
 
 def _known_function(target: Any) -> bool:
     module = getattr(target, "__module__", None) or ""
-    return isinstance(target, torch._ops.OpOverload) or module.split(".")[0] in ("torch", "fxfuse", "_operator", "builtins", "math", "")
+    return isinstance(target, torch._ops.OpOverload) or module.split(".")[0] in (
+        "torch",
+        "fxfuse",
+        "_operator",
+        "builtins",
+        "math",
+        "",
+    )
 
 
 def _hooked(module: nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks)
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )
 
 
 class Dependence:
@@ -107,8 +132,11 @@ class Dependence:
             self.memory[node] = shared
             return
         writes, shares = _effect(node, self.modules.get(str(node.target)) if node.op == "call_module" else None)
-        self.memory[node] = frozenset([node]) | (shared if shares else frozenset()) | (
-            frozenset([OUTSIDE]) if writes == "anything" else frozenset())
+        self.memory[node] = (
+            frozenset([node])
+            | (shared if shares else frozenset())
+            | (frozenset([OUTSIDE]) if writes == "anything" else frozenset())
+        )
         if writes == "first" and inputs:
             self.writes[node] = self.memory[inputs[0]]
         elif writes == "anything":
@@ -123,8 +151,9 @@ class Dependence:
                 if root in memory and node is not root:
                     table[node] = memory - {root} | self.memory[new]
         for node in old:
-            for table in (self.position, self.memory, self.writes):
-                table.pop(node, None)
+            self.position.pop(node, None)
+            self.memory.pop(node, None)
+            self.writes.pop(node, None)
             if node in self.graph:
                 self.graph.remove_node(node)
 
@@ -134,8 +163,14 @@ class Dependence:
             return None
         first, last = min(self.position[n] for n in nodes), self.position[root]
         memory = frozenset().union(*(self.memory[n] for n in read))
-        return next((w for w, written in self.writes.items()
-                     if first < self.position[w] < last and w not in nodes and written & memory), None)
+        return next(
+            (
+                w
+                for w, written in self.writes.items()
+                if first < self.position[w] < last and w not in nodes and written & memory
+            ),
+            None,
+        )
 
     def written_later(self, node: fx.Node) -> bool:
         """Whether the memory of ``node`` is ever written by a node other than the ones that made it."""

@@ -25,8 +25,23 @@ from fxfuse.spellings import spell
 SWEEPS = 16
 """A rule whose own replacement keeps matching it is stopped after this many sweeps and named in the error."""
 
-_NO_KERNEL = {"t", "transpose", "permute", "reshape", "flatten", "unflatten", "contiguous", "dropout", "chunk", "split",
-              "split_with_sizes", "narrow", "getitem", "getattr", "size"}
+_NO_KERNEL = {
+    "t",
+    "transpose",
+    "permute",
+    "reshape",
+    "flatten",
+    "unflatten",
+    "contiguous",
+    "dropout",
+    "chunk",
+    "split",
+    "split_with_sizes",
+    "narrow",
+    "getitem",
+    "getattr",
+    "size",
+}
 
 
 @dataclass
@@ -40,8 +55,13 @@ class Rewriting:
     """Assumptions that rules took: name of a placeholder used as weight or bias -> shape."""
 
 
-def run(gm: fx.GraphModule, passes: Sequence[Rule], options: Options, region: str = "",
-        examples: dict[str, Any] | None = None) -> Rewriting:
+def run(
+    gm: fx.GraphModule,
+    passes: Sequence[Rule],
+    options: Options,
+    region: str = "",
+    examples: dict[str, Any] | None = None,
+) -> Rewriting:
     """Apply ``passes`` to ``gm`` in place. ``examples``: placeholder name -> Fact, where a call was recorded."""
     work = _Run(gm, options, region, Facts(gm, examples))
     for rule in passes:
@@ -69,8 +89,8 @@ class _Run:
     def apply(self, rule: Rule) -> None:
         alternatives = rule.alternatives()
         for _ in range(SWEEPS):
-            # A list, since rewriting while walking would meet the new nodes; program order, so that inner matches come first.
-            if not any([self.attempt(rule, alternatives, node) for node in list(self.gm.graph.nodes)]):
+            # Program order, so that inner matches come first; on a list, since rewriting inserts nodes.
+            if not sum(self.attempt(rule, alternatives, node) for node in list(self.gm.graph.nodes)):
                 break
         else:
             raise errors.rewrite_failed(rule.form, RuntimeError(f"it still found work after {SWEEPS} sweeps"))
@@ -107,8 +127,17 @@ class _Run:
             return True
         refusal = max(misses, key=lambda miss: (miss.candidate, miss.depth), default=None)
         if refusal and refusal.candidate and rule.kind == "fused":
-            self.note(Event("kept", rule.name, rule.form, self.region, (node.name,), source_of(refusal.node or node, node),
-                            refusal.reason))
+            self.note(
+                Event(
+                    "kept",
+                    rule.name,
+                    rule.form,
+                    self.region,
+                    (node.name,),
+                    source_of(refusal.node or node, node),
+                    refusal.reason,
+                )
+            )
         return False
 
     def note(self, event: Event) -> None:
@@ -140,7 +169,9 @@ class _Run:
             raise NoMatch("{} writes, before {}, what the match reads", writer, m.root, node=writer, candidate=True)
         between = self.dependence.convex(inside)
         if between is not None:
-            raise NoMatch("{} depends on one part of the match and another part on it", between, node=between, candidate=True)
+            raise NoMatch(
+                "{} depends on one part of the match and another part on it", between, node=between, candidate=True
+            )
 
     def check_aliasing(self, rule: Rule, m: Match) -> None:
         """Two values may become one only where nobody writes either of them or could tell them apart outside."""
@@ -183,8 +214,19 @@ class _Run:
             self.result.ranks[name.name] = rank
         for name, shape in m.shapes.items():
             self.result.shapes[name.name] = shape
-        self.note(Event(rule.kind, rule.name, rule.form, self.region, names,
-                        source_of(root), f"is now {target_name(new)}", kernels, self.bytes_between(m)))
+        self.note(
+            Event(
+                rule.kind,
+                rule.name,
+                rule.form,
+                self.region,
+                names,
+                source_of(root),
+                f"is now {target_name(new)}",
+                kernels,
+                self.bytes_between(m),
+            )
+        )
 
     def derive(self, node: fx.Node) -> None:
         """Facts of a helper node (a transposed weight, say) that a rule created beside its replacement."""
@@ -224,7 +266,8 @@ def _random(node: fx.Node) -> bool:
     call = spell(node)
     if call is not None and call.name == "dropout":
         return call.args["training"] is not False
-    return isinstance(node.target, str) and "dropout" in node.target or "rand" in str(getattr(node.target, "__name__", ""))
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    return "dropout" in name or "rand" in name
 
 
 def source_of(node: fx.Node, otherwise: fx.Node | None = None) -> str:
@@ -235,5 +278,3 @@ def source_of(node: fx.Node, otherwise: fx.Node | None = None) -> str:
 def target_name(node: fx.Node) -> str:
     target = node.target
     return target if isinstance(target, str) else getattr(target, "__name__", str(target))
-
-

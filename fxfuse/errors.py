@@ -45,8 +45,11 @@ def not_optimizable(model: object) -> NotOptimizable:
 
 def example_failed(model: object, error: BaseException) -> str:
     name = getattr(model, "__name__", type(model).__name__)
-    return (f"The example inputs were not used: {name} raised {type(error).__name__} on them ({_short(error)}). Without an example "
-            "less is captured, and nothing is checked. Pass what the forward takes, as example_inputs=(...), example_kwargs={...}.")
+    return (
+        f"The example inputs were not used: {name} raised {type(error).__name__} on them ({_short(error)}). "
+        "Without an example less is captured, and nothing is checked. "
+        "Pass what the forward takes, as example_inputs=(...) and example_kwargs={...}."
+    )
 
 
 def _short(error: BaseException) -> str:
@@ -55,15 +58,13 @@ def _short(error: BaseException) -> str:
 
 
 def nothing_fused(report: object) -> NothingFused:
-    return NothingFused(
-        "strict={'fuse'} was asked for, and nothing was fused. The report says why:\n" + str(report)
-    )
+    return NothingFused("strict={'fuse'} was asked for, and nothing was fused. The report says why:\n" + str(report))
 
 
 def restore_refused(path: str) -> RestoreRefused:
     return RestoreRefused(
-        f"the forward of {path or 'the model'!r} was replaced after fxfuse.optimize(), and that replacement may call the "
-        "fused one. Undo that replacement first, then call fxfuse.restore() again."
+        f"the forward of {path or 'the model'!r} was replaced after fxfuse.optimize(), and may call the fused one. "
+        "Undo that replacement first, then call fxfuse.restore() again."
     )
 
 
@@ -81,4 +82,6 @@ def refuse_unsupported(model: object) -> None:
 
     name = type(model).__name__
     if isinstance(model, torch.jit.ScriptModule):
-        raise UnsupportedModel(f"{name} is scripted: its forward is no Python code. Optimize the module before scripting it.")
+        raise UnsupportedModel(
+            f"{name} is scripted: its forward is no Python code. Optimize the module before scripting it."
+        )

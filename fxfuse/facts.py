@@ -91,7 +91,7 @@ class Facts:
             self.static.add(new)
 
     def rank(self, node: Any) -> int | fx.Node | None:
-        """The rank of a value: a number where the graph itself fixes it, a placeholder that has the same rank, or None."""
+        """The rank of a value: a number where the graph fixes it, a placeholder that has the same rank, or None."""
         if not isinstance(node, fx.Node):
             return 0 if isinstance(node, (int, float)) else None
         if node.op == "placeholder":
@@ -113,9 +113,25 @@ class Facts:
             # The larger rank of the two; a parameter of rank 0 or 1 never adds a dimension to a matrix.
             ranks = [self.rank(call.args["input"]), self.rank(call.args["other"])]
             low = [r for r in ranks if isinstance(r, int) and r <= 1]
-            return next((r for r in ranks if r not in low), None) if low else (ranks[0] if ranks[0] == ranks[1] else None)
+            return (
+                next((r for r in ranks if r not in low), None) if low else (ranks[0] if ranks[0] == ranks[1] else None)
+            )
         return None
 
 
-_SAME_RANK = {*ACTIVATIONS, "dropout", "contiguous", "neg", "exp", "erf", "square", "clamp", "clamp_min", "transpose",
-              "permute", "linear", "glu", "pow"}
+_SAME_RANK = {
+    *ACTIVATIONS,
+    "dropout",
+    "contiguous",
+    "neg",
+    "exp",
+    "erf",
+    "square",
+    "clamp",
+    "clamp_min",
+    "transpose",
+    "permute",
+    "linear",
+    "glu",
+    "pow",
+}

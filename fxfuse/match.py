@@ -13,7 +13,7 @@ from fxfuse.spellings import Call, activation, spell
 
 
 class NoMatch(Exception):
-    """Why a rule left a node alone. ``candidate`` tells a refusal worth reporting from a mere difference in structure."""
+    """Why a rule left a node alone. ``candidate``: a refusal worth reporting, not a mere difference in structure."""
 
     def __init__(self, reason: str, *values: Any, node: fx.Node | None = None, depth: int = 0, candidate: bool = False):
         super().__init__(reason)
@@ -80,7 +80,9 @@ class Match:
 
     def activation(self, call: str) -> tuple[str, tuple[float, ...]]:
         name, args = activation(self.calls[call])
-        self.require(all(isinstance(a, (int, float)) for a in args), "{} has an argument computed at run time", name, at=call)
+        self.require(
+            all(isinstance(a, (int, float)) for a in args), "{} has an argument computed at run time", name, at=call
+        )
         return name, tuple(float(a) for a in args)
 
     def fact(self, name: str) -> Fact | None:
@@ -137,7 +139,7 @@ def _dtype(dtype: torch.dtype) -> str:
 
 
 def unify(pattern: Any, operand: Any, m: Match, depth: int = 0) -> None:
-    """Bind ``pattern`` to ``operand`` in ``m``, or raise NoMatch from the deepest point that any operand order reached."""
+    """Bind ``pattern`` to ``operand`` in ``m``, or raise the NoMatch that came deepest over the operand orders."""
     if isinstance(pattern, Wildcard):
         if pattern.name in m.bindings and m.bindings[pattern.name] is not operand:
             raise NoMatch("{!r} would be two different values", pattern.name, depth=depth)
@@ -149,8 +151,13 @@ def unify(pattern: Any, operand: Any, m: Match, depth: int = 0) -> None:
         return
     call = spell(operand)
     if call is None or call.op not in pattern.ops:
-        raise NoMatch("wanted {}, found {}", pattern, call.name if call else operand,
-                      node=operand if isinstance(operand, fx.Node) else None, depth=depth)
+        raise NoMatch(
+            "wanted {}, found {}",
+            pattern,
+            call.name if call else operand,
+            node=operand if isinstance(operand, fx.Node) else None,
+            depth=depth,
+        )
     orders = [call.op.args]
     if call.op.commutative and _symmetric(call):
         orders.append((call.op.args[1], call.op.args[0], *call.op.args[2:]))
@@ -161,7 +168,7 @@ def unify(pattern: Any, operand: Any, m: Match, depth: int = 0) -> None:
         if pattern.name:
             trial.calls[pattern.name] = call
         try:
-            for sub, key in zip(pattern.operands, order):
+            for sub, key in zip(pattern.operands, order, strict=False):
                 unify(sub, call.args[key], trial, depth + 1)
         except NoMatch as miss:
             misses.append(miss)
@@ -173,4 +180,3 @@ def unify(pattern: Any, operand: Any, m: Match, depth: int = 0) -> None:
 
 def _symmetric(call: Call) -> bool:
     return all(call.args[key] == default for key, default in call.op.defaults.items())
-

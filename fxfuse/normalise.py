@@ -11,10 +11,10 @@ from fxfuse.spellings import MODULES, OPS
 
 
 def normalise(gm: fx.GraphModule, may_inline: Callable[[nn.Module], bool], *, training: bool) -> dict[str, nn.Module]:
-    """Spell out the module calls that the table knows, in place. Returns path -> module of those that the graph now stands for.
+    """Spell out the module calls that the table knows, in place. Returns path -> module that the graph now stands for.
 
-    Only modules of exactly these classes: a subclass has a forward of its own. ``training``: dropout modules may be called
-    in training mode, so they stay.
+    Only modules of exactly these classes: a subclass has a forward of its own. ``training``: dropout modules may be
+    called in training mode, so they stay.
     """
     inlined: dict[str, nn.Module] = {}
     modules = dict(gm.named_modules())

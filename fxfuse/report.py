@@ -141,26 +141,59 @@ class Report:
     def _render(self, style: str, mark: str) -> str:
         saved = f", {self.kernels_saved} kernel launches saved per call" if self.kernels_saved else ""
         traffic = f", {_size(self.bytes_saved)} less memory traffic" if self.bytes_saved else ""
-        parts = [f"{mark}{self.model}: {len(self.fused)} fused, {len(self.kept)} kept{saved}{traffic} (predicted); "
-                 f"{self.coverage.captured} of {self.coverage.seen} Linears in {len(self.regions)} captured region"
-                 + ("s" if len(self.regions) != 1 else "")]
+        parts = [
+            f"{mark}{self.model}: {len(self.fused)} fused, {len(self.kept)} kept{saved}{traffic} (predicted); "
+            f"{self.coverage.captured} of {self.coverage.seen} Linears in {len(self.regions)} captured region"
+            + ("s" if len(self.regions) != 1 else "")
+        ]
+
         def table(title: str, head: list[str], rows: Iterable[Iterable[Any]]) -> None:
             rows = [list(row) for row in rows]
             if rows:
                 parts.append(f"{mark}{title}\n" + tabulate(rows, headers=head, tablefmt=style, disable_numparse=True))
 
-        table("fused", ["rule", "region", "nodes", "source", "result"],
-              ([e.rule, e.region or ".", ", ".join(e.nodes), _short(e.source), e.reason] for e in self.fused))
-        table("lowered (one op, a faster implementation)", ["rule", "region", "node", "source", "result"],
-              ([e.rule, e.region or ".", e.nodes[0], _short(e.source), e.reason] for e in self.events if e.kind == "lowered"))
-        table("kept", ["rule", "region", "node", "source", "reason"],
-              ([e.rule, e.region or ".", ", ".join(e.nodes), _short(e.source), e.reason] for e in self.kept))
-        table("not captured", ["module", "class", "reason"], ([u.path or ".", u.kind, u.reason] for u in self.uncaptured))
-        table("regions left as they were", ["region", "class", "note"],
-              ([r.path or ".", r.kind, r.note] for r in self.regions if not r.installed))
-        table("calls since", ["region", "fused", "plain", "fallback", "reasons"],
-              ([path or ".", c.fused, c.plain, c.fallback, "; ".join(f"{why} ({n})" for why, n in c.reasons.most_common())]
-               for path, c in self.calls.items() if c.fused or c.plain or c.fallback))
+        table(
+            "fused",
+            ["rule", "region", "nodes", "source", "result"],
+            ([e.rule, e.region or ".", ", ".join(e.nodes), _short(e.source), e.reason] for e in self.fused),
+        )
+        table(
+            "lowered (one op, a faster implementation)",
+            ["rule", "region", "node", "source", "result"],
+            (
+                [e.rule, e.region or ".", e.nodes[0], _short(e.source), e.reason]
+                for e in self.events
+                if e.kind == "lowered"
+            ),
+        )
+        table(
+            "kept",
+            ["rule", "region", "node", "source", "reason"],
+            ([e.rule, e.region or ".", ", ".join(e.nodes), _short(e.source), e.reason] for e in self.kept),
+        )
+        table(
+            "not captured", ["module", "class", "reason"], ([u.path or ".", u.kind, u.reason] for u in self.uncaptured)
+        )
+        table(
+            "regions left as they were",
+            ["region", "class", "note"],
+            ([r.path or ".", r.kind, r.note] for r in self.regions if not r.installed),
+        )
+        table(
+            "calls since",
+            ["region", "fused", "plain", "fallback", "reasons"],
+            (
+                [
+                    path or ".",
+                    c.fused,
+                    c.plain,
+                    c.fallback,
+                    "; ".join(f"{why} ({n})" for why, n in c.reasons.most_common()),
+                ]
+                for path, c in self.calls.items()
+                if c.fused or c.plain or c.fallback
+            ),
+        )
         if self.notes:
             parts.append(f"{mark}notes\n" + "\n".join(self.notes))
         return "\n\n".join(parts)

@@ -14,18 +14,18 @@ from fxfuse.pattern import Builder, Pattern, Wildcard
 class Rule:
     """``pattern`` says what to look for, ``check`` when it may be taken, ``rewrite`` what to put in its place.
 
-    The engine does everything else: spellings, operand order, nodes that others read, mutation and aliasing, the place of
-    insertion, metadata, deletion and the report.
+    The engine does everything else: spellings, operand order, nodes that others read, mutation and aliasing, the
+    place of insertion, metadata, deletion and the report.
     """
 
     numerics = "fused"
     """``"exact"``: calls the same kernels on the same operands. ``"fused"``: may round at other places."""
 
     kind: Literal["fused", "tidied", "lowered"] = "fused"
-    """How the report counts it: a fusion, a clean-up that makes others possible, or one op given a faster implementation."""
+    """How the report counts it: a fusion, a clean-up that makes fusions possible, or one op made faster."""
 
     unites: str | None = None
-    """The operand that takes the place of the root, where the root was memory of its own; the engine sees that nobody can tell."""
+    """The operand that takes the root's place where the root was memory of its own; nobody may be able to tell."""
 
     def pattern(self, op: Builder, **operands: Wildcard) -> Pattern:  # rules name their operands one by one
         """The pattern, or a list of alternatives. Parameter names after ``op`` are the names of the bindings."""

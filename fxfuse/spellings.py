@@ -1,7 +1,7 @@
-"""THE table: every op that rules speak of, each way in which models spell it, its argument names, defaults and symmetry.
+"""THE table: every op that rules speak of, how models spell it, its argument names, defaults and symmetry.
 
-A rule says ``op.matmul(x, w)``; whether the model wrote ``x @ w``, ``torch.mm(x, w)`` or ``x.matmul(other=w)`` is settled
-here and nowhere else. Modules are spelled as functions of their parameters by ``normalise.py`` first.
+A rule says ``op.matmul(x, w)``; whether the model wrote ``x @ w``, ``torch.matmul(x, w)`` or ``x.matmul(other=w)`` is
+settled here and nowhere else. Modules are spelled as functions of their parameters by ``normalise.py`` first.
 """
 
 from __future__ import annotations
@@ -57,7 +57,9 @@ class Call:
         return self.op.name
 
 
-def _unary(name: str, *functions: Callable, inplace: tuple = (), defaults: Mapping[str, Any] | None = None, args: tuple = ()):
+def _unary(
+    name: str, *functions: Callable, inplace: tuple = (), defaults: Mapping[str, Any] | None = None, args: tuple = ()
+) -> Op:
     return Op(name, ("input", *args), functions, (name,), defaults or {}, inplace=(*inplace, name + "_"))
 
 
@@ -67,12 +69,24 @@ ACTIVATION_OPS = (
     _unary("silu", F.silu, aten.silu.default),
     _unary("sigmoid", torch.sigmoid, F.sigmoid, torch.special.expit, aten.sigmoid.default, inplace=(torch.sigmoid_,)),
     _unary("tanh", torch.tanh, F.tanh, aten.tanh.default, inplace=(torch.tanh_,)),
-    _unary("leaky_relu", F.leaky_relu, aten.leaky_relu.default, inplace=(F.leaky_relu_,),
-           args=("negative_slope",), defaults={"negative_slope": 0.01}),
+    _unary(
+        "leaky_relu",
+        F.leaky_relu,
+        aten.leaky_relu.default,
+        inplace=(F.leaky_relu_,),
+        args=("negative_slope",),
+        defaults={"negative_slope": 0.01},
+    ),
     _unary("elu", F.elu, inplace=(F.elu_,), args=("alpha",), defaults={"alpha": 1.0}),
     _unary("hardswish", F.hardswish, aten.hardswish.default),
     _unary("hardsigmoid", F.hardsigmoid, aten.hardsigmoid.default),
-    Op("softplus", ("input", "beta", "threshold"), (F.softplus, aten.softplus.default), (), {"beta": 1, "threshold": 20}),
+    Op(
+        "softplus",
+        ("input", "beta", "threshold"),
+        (F.softplus, aten.softplus.default),
+        (),
+        {"beta": 1, "threshold": 20},
+    ),
     _unary("mish", F.mish, aten.mish.default),
     Op("relu2", ("input",), (activations.relu2,)),
     Op("quick_gelu", ("input", "scale"), (activations.quick_gelu,), (), {"scale": 1.702}),
@@ -81,56 +95,139 @@ ACTIVATION_OPS = (
 
 ACTIVATIONS = tuple(op.name for op in ACTIVATION_OPS)
 
-OPS = {op.name: op for op in (
-    *ACTIVATION_OPS,
-    Op("linear", ("input", "weight", "bias"), (F.linear, aten.linear.default), (), {"bias": None}),
-    Op("matmul", ("input", "other"), (torch.matmul, operator.matmul, aten.matmul.default),
-       ("matmul", "__matmul__")),
-    Op("mm", ("input", "mat2"), (torch.mm, aten.mm.default), ("mm",)),
-    Op("addmm", ("input", "mat1", "mat2"), (torch.addmm, aten.addmm.default), ("addmm",), {"beta": 1, "alpha": 1},
-       inplace=("addmm_",)),
-    Op("einsum", ("equation", "input", "other"), (torch.einsum,)),
-    Op("tensordot", ("a", "b", "dims"), (torch.tensordot,), (), {"dims": 2}),
-    Op("add", ("input", "other"), (torch.add, operator.add, aten.add.Tensor), ("add", "__add__", "__radd__"),
-       {"alpha": 1}, True, (operator.iadd, "add_", "__iadd__")),
-    Op("sub", ("input", "other"), (torch.sub, operator.sub, torch.subtract, aten.sub.Tensor), ("sub", "subtract", "__sub__"),
-       {"alpha": 1}, False, (operator.isub, "sub_", "__isub__")),
-    Op("mul", ("input", "other"), (torch.mul, operator.mul, torch.multiply, aten.mul.Tensor),
-       ("mul", "multiply", "__mul__", "__rmul__"), {}, True, (operator.imul, "mul_", "__imul__")),
-    Op("div", ("input", "other"), (torch.div, operator.truediv, torch.true_divide, torch.divide, aten.div.Tensor),
-       ("div", "divide", "true_divide", "__truediv__"), {"rounding_mode": None}, False, (operator.itruediv, "div_")),
-    Op("neg", ("input",), (torch.neg, operator.neg, torch.negative), ("neg", "negative", "__neg__")),
-    Op("pow", ("input", "exponent"), (torch.pow, operator.pow, aten.pow.Tensor_Scalar), ("pow", "__pow__"), {}, False, ("pow_",)),
-    Op("square", ("input",), (torch.square,), ("square",), {}, False, ("square_",)),
-    Op("exp", ("input",), (torch.exp,), ("exp",), {}, False, ("exp_",)),
-    Op("erf", ("input",), (torch.erf, torch.special.erf), ("erf",), {}, False, ("erf_",)),
-    Op("clamp", ("input", "min", "max"), (torch.clamp, torch.clip), ("clamp", "clip"), {"min": None, "max": None}, False,
-       ("clamp_", "clip_")),
-    Op("clamp_min", ("input", "min"), (torch.clamp_min,), ("clamp_min",), {}, False, ("clamp_min_",)),
-    Op("t", ("input",), (torch.t, aten.t.default), ("t",)),
-    Op("transpose", ("input", "dim0", "dim1"), (torch.transpose, torch.swapaxes, torch.swapdims, aten.transpose.int),
-       ("transpose", "swapaxes", "swapdims")),
-    Op("permute", ("input", "dims"), (torch.permute,), ("permute",)),
-    Op("reshape", ("input", "shape"), (torch.reshape,), ("reshape", "view")),
-    Op("flatten", ("input", "start_dim", "end_dim"), (torch.flatten,), ("flatten",), {"start_dim": 0, "end_dim": -1}),
-    Op("unflatten", ("input", "dim", "sizes"), (torch.unflatten,), ("unflatten",)),
-    Op("contiguous", ("input",), (), ("contiguous",), {"memory_format": torch.contiguous_format}),
-    Op("dropout", ("input", "p", "training"), (F.dropout, torch.dropout), (), {"p": 0.5, "training": True, "inplace": False}),
-    Op("chunk", ("input", "chunks", "dim"), (torch.chunk, torch.tensor_split), ("chunk", "tensor_split"), {"dim": 0}),
-    Op("split", ("tensor", "split_size_or_sections", "dim"), (torch.split,), ("split",), {"dim": 0}),
-    Op("split_with_sizes", ("input", "split_sizes", "dim"), (torch.split_with_sizes,), ("split_with_sizes",), {"dim": 0}),
-    Op("narrow", ("input", "dim", "start", "length"), (torch.narrow,), ("narrow",)),
-    Op("getitem", ("input", "index"), (operator.getitem,), ("__getitem__",)),
-    Op("getattr", ("input", "name"), (getattr,)),
-    Op("size", ("input", "dim"), (), ("size",), {"dim": None}),
-    Op("glu", ("input", "dim"), (F.glu, aten.glu.default), (), {"dim": -1}),
-)}
+OPS = {
+    op.name: op
+    for op in (
+        *ACTIVATION_OPS,
+        Op("linear", ("input", "weight", "bias"), (F.linear, aten.linear.default), (), {"bias": None}),
+        Op(
+            "matmul", ("input", "other"), (torch.matmul, operator.matmul, aten.matmul.default), ("matmul", "__matmul__")
+        ),
+        Op("mm", ("input", "mat2"), (torch.mm, aten.mm.default), ("mm",)),
+        Op(
+            "addmm",
+            ("input", "mat1", "mat2"),
+            (torch.addmm, aten.addmm.default),
+            ("addmm",),
+            {"beta": 1, "alpha": 1},
+            inplace=("addmm_",),
+        ),
+        Op("einsum", ("equation", "input", "other"), (torch.einsum,)),
+        Op("tensordot", ("a", "b", "dims"), (torch.tensordot,), (), {"dims": 2}),
+        Op(
+            "add",
+            ("input", "other"),
+            (torch.add, operator.add, aten.add.Tensor),
+            ("add", "__add__", "__radd__"),
+            {"alpha": 1},
+            True,
+            (operator.iadd, "add_", "__iadd__"),
+        ),
+        Op(
+            "sub",
+            ("input", "other"),
+            (torch.sub, operator.sub, torch.subtract, aten.sub.Tensor),
+            ("sub", "subtract", "__sub__"),
+            {"alpha": 1},
+            False,
+            (operator.isub, "sub_", "__isub__"),
+        ),
+        Op(
+            "mul",
+            ("input", "other"),
+            (torch.mul, operator.mul, torch.multiply, aten.mul.Tensor),
+            ("mul", "multiply", "__mul__", "__rmul__"),
+            {},
+            True,
+            (operator.imul, "mul_", "__imul__"),
+        ),
+        Op(
+            "div",
+            ("input", "other"),
+            (torch.div, operator.truediv, torch.true_divide, torch.divide, aten.div.Tensor),
+            ("div", "divide", "true_divide", "__truediv__"),
+            {"rounding_mode": None},
+            False,
+            (operator.itruediv, "div_"),
+        ),
+        Op("neg", ("input",), (torch.neg, operator.neg, torch.negative), ("neg", "negative", "__neg__")),
+        Op(
+            "pow",
+            ("input", "exponent"),
+            (torch.pow, operator.pow, aten.pow.Tensor_Scalar),
+            ("pow", "__pow__"),
+            {},
+            False,
+            ("pow_",),
+        ),
+        Op("square", ("input",), (torch.square,), ("square",), {}, False, ("square_",)),
+        Op("exp", ("input",), (torch.exp,), ("exp",), {}, False, ("exp_",)),
+        Op("erf", ("input",), (torch.erf, torch.special.erf), ("erf",), {}, False, ("erf_",)),
+        Op(
+            "clamp",
+            ("input", "min", "max"),
+            (torch.clamp, torch.clip),
+            ("clamp", "clip"),
+            {"min": None, "max": None},
+            False,
+            ("clamp_", "clip_"),
+        ),
+        Op("clamp_min", ("input", "min"), (torch.clamp_min,), ("clamp_min",), {}, False, ("clamp_min_",)),
+        Op("t", ("input",), (torch.t, aten.t.default), ("t",)),
+        Op(
+            "transpose",
+            ("input", "dim0", "dim1"),
+            (torch.transpose, torch.swapaxes, torch.swapdims, aten.transpose.int),
+            ("transpose", "swapaxes", "swapdims"),
+        ),
+        Op("permute", ("input", "dims"), (torch.permute,), ("permute",)),
+        Op("reshape", ("input", "shape"), (torch.reshape,), ("reshape", "view")),
+        Op(
+            "flatten",
+            ("input", "start_dim", "end_dim"),
+            (torch.flatten,),
+            ("flatten",),
+            {"start_dim": 0, "end_dim": -1},
+        ),
+        Op("unflatten", ("input", "dim", "sizes"), (torch.unflatten,), ("unflatten",)),
+        Op("contiguous", ("input",), (), ("contiguous",), {"memory_format": torch.contiguous_format}),
+        Op(
+            "dropout",
+            ("input", "p", "training"),
+            (F.dropout, torch.dropout),
+            (),
+            {"p": 0.5, "training": True, "inplace": False},
+        ),
+        Op(
+            "chunk",
+            ("input", "chunks", "dim"),
+            (torch.chunk, torch.tensor_split),
+            ("chunk", "tensor_split"),
+            {"dim": 0},
+        ),
+        Op("split", ("tensor", "split_size_or_sections", "dim"), (torch.split,), ("split",), {"dim": 0}),
+        Op(
+            "split_with_sizes",
+            ("input", "split_sizes", "dim"),
+            (torch.split_with_sizes,),
+            ("split_with_sizes",),
+            {"dim": 0},
+        ),
+        Op("narrow", ("input", "dim", "start", "length"), (torch.narrow,), ("narrow",)),
+        Op("getitem", ("input", "index"), (operator.getitem,), ("__getitem__",)),
+        Op("getattr", ("input", "name"), (getattr,)),
+        Op("size", ("input", "dim"), (), ("size",), {"dim": None}),
+        Op("glu", ("input", "dim"), (F.glu, aten.glu.default), (), {"dim": -1}),
+    )
+}
 """Every op by its canonical name."""
 
 _BY_FUNCTION = {f: (op, False) for op in OPS.values() for f in op.functions} | {
-    f: (op, True) for op in OPS.values() for f in op.inplace if callable(f)}
+    f: (op, True) for op in OPS.values() for f in op.inplace if callable(f)
+}
 _BY_METHOD = {name: (op, False) for op in OPS.values() for name in op.methods} | {
-    name: (op, True) for op in OPS.values() for name in op.inplace if isinstance(name, str)}
+    name: (op, True) for op in OPS.values() for name in op.inplace if isinstance(name, str)
+}
 
 # Tensor.softplus and Tensor.glu do not exist; relu, sigmoid and tanh do, the other activations are functions only.
 _KEYWORD_ALIASES = {"mat2": "other", "tensors": "input", "self": "input", "x": "input"}
@@ -140,12 +237,10 @@ def spell(node: Any) -> Call | None:
     """Read a node as one of ``OPS``, or None where it is something else."""
     if not isinstance(node, fx.Node):
         return None
-    if node.op == "call_function":
-        found = _BY_FUNCTION.get(node.target) if node.target.__hash__ else None
-    elif node.op == "call_method":
-        found = _BY_METHOD.get(node.target)  # type: ignore[arg-type]
-    else:
-        return None
+    spellings: Mapping[Any, tuple[Op, bool]] = (
+        _BY_FUNCTION if node.op == "call_function" else _BY_METHOD if node.op == "call_method" else {}
+    )
+    found = spellings.get(node.target)
     if found is None:
         return None
     op, writes = found
@@ -168,7 +263,7 @@ def _named(op: Op, node: fx.Node) -> dict[str, Any] | None:
     names = op.args if node.op == "call_method" else (*op.args, "inplace")
     if len(positional) > len(names):
         return None
-    named = dict(zip(names, positional))
+    named = dict(zip(names, positional, strict=False))
     for key, value in node.kwargs.items():
         key = key if key in names else _KEYWORD_ALIASES.get(key, key)
         if key == "out" or key in named:

@@ -9,6 +9,7 @@ from fxfuse.passes import linear_act as _linear_act
 from fxfuse.passes import lower_linear as _lower_linear
 from fxfuse.passes import matmul_add as _matmul_add
 from fxfuse.passes import spelled_activation as _spelled_activation
+
 from fxfuse.rule import Rule
 
 DEFAULT: tuple[Rule, ...] = (

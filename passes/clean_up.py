@@ -1,10 +1,10 @@
 """Removes what computes nothing, so that the parts of a pattern come to stand side by side.
 
-    x.T.T                     ->  x
-    w.transpose(-2, -1)       ->  torch.t(w), for a matrix w
-    dropout(x) that drops nothing, x / 1.0, x * 1, x.view(x.shape)   ->  x
-    f(x), f(x)                ->  one f(x)
-    act(view(linear(x)))      ->  view(act(linear(x)))
+x.T.T                     ->  x
+w.transpose(-2, -1)       ->  torch.t(w), for a matrix w
+dropout(x) that drops nothing, x / 1.0, x * 1, x.view(x.shape)   ->  x
+f(x), f(x)                ->  one f(x)
+act(view(linear(x)))      ->  view(act(linear(x)))
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class MatrixTranspose(Rule):
     def pattern(self, op, x):
         return op.any_of("view", ("transpose", "permute", "getattr"), x)
 
-    def check(self, m: Match) -> None:
+    def check(self, m):
         fact = m.fact("x")
         m.expect(fact is not None and m.x in m.facts.static and len(fact.shape) == 2, "not known to be a matrix")
         call = m.calls["view"]
@@ -40,7 +40,7 @@ class MatrixTranspose(Rule):
         else:
             m.expect(call.args["name"] in ("T", "mT"), "is no transpose")
 
-    def rewrite(self, m: Match, graph: fx.Graph) -> fx.Node:
+    def rewrite(self, m, graph):
         return graph.call_function(torch.t, (m.x,))
 
 
@@ -53,10 +53,10 @@ class TransposeTwice(Rule):
     def pattern(self, op, x):
         return op.t(op.t(x))
 
-    def check(self, m: Match) -> None:
+    def check(self, m):
         m.nodes.pop()  # the inner transpose may serve others
 
-    def rewrite(self, m: Match, graph: fx.Graph) -> fx.Node:
+    def rewrite(self, m, graph):
         return m.x
 
 
@@ -69,10 +69,10 @@ class IdleDropout(Rule):
     def pattern(self, op, x):
         return op.any_of("drop", ("dropout",), x)
 
-    def check(self, m: Match) -> None:
+    def check(self, m):
         m.expect(m.arg("drop", "training") is False or m.arg("drop", "p") == 0, "it drops")
 
-    def rewrite(self, m: Match, graph: fx.Graph) -> fx.Node:
+    def rewrite(self, m, graph):
         return m.x
 
 
@@ -86,10 +86,10 @@ class TimesOne(Rule):
     def pattern(self, op, x):
         return [op.div(x, 1), op.mul(x, 1)]
 
-    def check(self, m: Match) -> None:
+    def check(self, m):
         m.expect(_is_floating(m, m.x), "not known to be floating point")
 
-    def rewrite(self, m: Match, graph: fx.Graph) -> fx.Node:
+    def rewrite(self, m, graph):
         return m.x
 
 
@@ -102,10 +102,10 @@ class SameShape(Rule):
     def pattern(self, op, x):
         return op.any_of("view", ("reshape",), x)
 
-    def check(self, m: Match) -> None:
+    def check(self, m):
         m.expect(_is_shape_of(m.arg("view", "shape"), m.x), "another shape")
 
-    def rewrite(self, m: Match, graph: fx.Graph) -> fx.Node:
+    def rewrite(self, m, graph):
         return m.x
 
 
@@ -117,15 +117,17 @@ class CommonSubexpression(Rule):
     unites = "twin"
 
     def pattern(self, op, x, twin):
-        return op.any_of("call", (*ACTIVATIONS, "linear", "matmul", "mm", "addmm", "t", "transpose", "getattr", "size", "reshape"), x)
+        return op.any_of(
+            "call", (*ACTIVATIONS, "linear", "matmul", "mm", "addmm", "t", "transpose", "getattr", "size", "reshape"), x
+        )
 
-    def check(self, m: Match) -> None:
+    def check(self, m):
         m.expect(isinstance(m.x, fx.Node) and not m.calls["call"].writes, "no operand")
         twins = [user for user in m.x.users if user is not m.root and _same_call(user, m.root) and user < m.root]
         m.expect(twins, "computed once")
         m.bindings["twin"] = twins[0]
 
-    def rewrite(self, m: Match, graph: fx.Graph) -> fx.Node:
+    def rewrite(self, m, graph):
         return m.twin
 
 
@@ -138,11 +140,13 @@ class ActivationBeforeView(Rule):
     def pattern(self, op, h):
         return op.any_of("act", ACTIVATIONS, op.any_of("view", ("reshape", "unflatten", "flatten"), h))
 
-    def check(self, m: Match) -> None:
+    def check(self, m):
         product = spell(m.h)
-        m.expect(product is not None and product.name in ("linear", "matmul", "mm", "addmm"), "not a view of a projection")
+        m.expect(
+            product is not None and product.name in ("linear", "matmul", "mm", "addmm"), "not a view of a projection"
+        )
 
-    def rewrite(self, m: Match, graph: fx.Graph) -> fx.Node:
+    def rewrite(self, m, graph):
         view, act = m.calls["view"].node, m.calls["act"].node
         inner = graph.create_node(act.op, act.target, _with_operand(act.args, m.h), act.kwargs)
         return graph.create_node(view.op, view.target, _with_operand(view.args, inner), view.kwargs)
@@ -167,8 +171,14 @@ def _is_floating(m: Match, node: Any) -> bool:
 def _is_shape_of(shape: Any, x: Any) -> bool:
     if isinstance(shape, fx.Node):
         call = spell(shape)
-        return call is not None and call.args["input"] is x and (
-            call.name == "size" and call.args["dim"] is None or call.name == "getattr" and call.args["name"] == "shape")
+        return (
+            call is not None
+            and call.args["input"] is x
+            and (
+                (call.name == "size" and call.args["dim"] is None)
+                or (call.name == "getattr" and call.args["name"] == "shape")
+            )
+        )
     return False
 
 

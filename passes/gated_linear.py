@@ -28,24 +28,32 @@ class GatedLinear(Rule):
     """Two projections of one input."""
 
     def pattern(self, op, x, wg, bg, wu, bu):
-        return op.mul(op.any_of("act", ACTIVATIONS, op.any_of("gate", _PRODUCTS, x, wg, bg)),
-                      op.any_of("up", _PRODUCTS, x, wu, bu))
+        return op.mul(
+            op.any_of("act", ACTIVATIONS, op.any_of("gate", _PRODUCTS, x, wg, bg)),
+            op.any_of("up", _PRODUCTS, x, wu, bu),
+        )
 
-    def check(self, m: Match) -> None:
+    def check(self, m):
         m.activation("act")
         for call, weight in (("gate", "wg"), ("up", "wu")):
             if m.op(call) == "matmul":
                 m.require_weight(weight)
         gate, up = m.fact("wg"), m.fact("wu")
-        m.require(gate is None or up is None or self.features(m, "gate", gate) == self.features(m, "up", up),
-                  "gate has {} features, up {}", gate and gate.shape, up and up.shape)
+        m.require(
+            gate is None or up is None or self.features(m, "gate", gate) == self.features(m, "up", up),
+            "gate has {} features, up {}",
+            gate and gate.shape,
+            up and up.shape,
+        )
 
-    def features(self, m: Match, call: str, weight: Any) -> int:
+    def features(self, m, call, weight):
         return weight.shape[0 if m.op(call) == "linear" else -1]
 
-    def rewrite(self, m: Match, graph: fx.Graph) -> fx.Node:
-        wg, wu = (w if m.op(call) == "linear" else graph.call_function(torch.t, (w,))
-                  for call, w in (("gate", m.wg), ("up", m.wu)))
+    def rewrite(self, m, graph):
+        wg, wu = (
+            w if m.op(call) == "linear" else graph.call_function(torch.t, (w,))
+            for call, w in (("gate", m.wg), ("up", m.wu))
+        )
         return graph.call_function(gated_linear, (m.x, wg, m.bg, wu, m.bu, *m.activation("act")))
 
 
@@ -55,22 +63,27 @@ class PackedGatedLinear(Rule):
     def pattern(self, op, gate, up):
         return op.mul(op.any_of("act", ACTIVATIONS, gate), up)
 
-    def check(self, m: Match) -> None:
+    def check(self, m):
         gate, up = part_of(m, m.gate), part_of(m, m.up)
         m.expect(gate is not None and up is not None and gate.whole is up.whole, "not two parts of one value")
         linear = spell(gate.whole)
         m.expect(linear is not None and linear.name == "linear", "not parts of a projection")
         m.activation("act")
-        m.require({gate.which, up.which} == {0, 1} and gate.strided == up.strided,
-                  "the two parts are not the two halves of {}", gate.whole)
+        m.require(
+            {gate.which, up.which} == {0, 1} and gate.strided == up.strided,
+            "the two parts are not the two halves of {}",
+            gate.whole,
+        )
         if gate.dim != -1:
             m.bindings["whole"] = linear.args["input"]
-            m.require_rank("whole", gate.dim + 1, f"dimension {gate.dim} is the last one only of {gate.dim + 1} dimensions")
+            m.require_rank(
+                "whole", gate.dim + 1, f"dimension {gate.dim} is the last one only of {gate.dim + 1} dimensions"
+            )
         m.bindings["linear"] = linear.args
         m.bindings["layout"] = ("gate_up" if gate.which == 0 else "up_gate") + ("_strided" if gate.strided else "")
         m.nodes.extend(dict.fromkeys([*gate.nodes, *up.nodes, gate.whole]))
 
-    def rewrite(self, m: Match, graph: fx.Graph) -> fx.Node:
+    def rewrite(self, m, graph):
         x, w, b = (m.linear[k] for k in ("input", "weight", "bias"))
         act, act_args = m.activation("act")
         return graph.call_function(gated_linear_packed, (x, w, b, act, act_args, m.layout))
@@ -82,13 +95,13 @@ class GluLinear(Rule):
     def pattern(self, op, x, w, b):
         return op.any_of("glu", ("glu",), op.linear(x, w, b))
 
-    def check(self, m: Match) -> None:
+    def check(self, m):
         dim = m.arg("glu", "dim")
         if dim != -1:
             m.require(isinstance(dim, int) and dim >= 0, "glu over dimension {}, not the last", dim)
             m.require_rank("x", dim + 1, f"dimension {dim} is the last one only of {dim + 1} dimensions")
 
-    def rewrite(self, m: Match, graph: fx.Graph) -> fx.Node:
+    def rewrite(self, m, graph):
         return graph.call_function(gated_linear_packed, (m.x, m.w, m.b, "sigmoid", (), "up_gate"))
 
 
@@ -134,8 +147,11 @@ def part_of(m: Match, node: Any) -> Part | None:
 def _piece(m: Match, pieces: Any, which: int, node: fx.Node) -> Part | None:
     whole = pieces.args.get("input", pieces.args.get("tensor"))
     n = _features(m, whole)
-    sizes = {"chunk": pieces.args.get("chunks"), "split": pieces.args.get("split_size_or_sections"),
-             "split_with_sizes": pieces.args.get("split_sizes")}[pieces.name]
+    sizes = {
+        "chunk": pieces.args.get("chunks"),
+        "split": pieces.args.get("split_size_or_sections"),
+        "split_with_sizes": pieces.args.get("split_sizes"),
+    }[pieces.name]
     if pieces.name == "chunk":
         halves = sizes == 2
     elif isinstance(sizes, (list, tuple)):

@@ -1,6 +1,6 @@
 """A plain linear gets the implementation that is faster on its device: on the CPU, oneDNN's on the user's own weight.
 
-    linear(x, w, b)  ->  fxfuse.ops.linear(x, w, b)
+linear(x, w, b)  ->  fxfuse.ops.linear(x, w, b)
 """
 
 from __future__ import annotations

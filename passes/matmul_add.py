@@ -1,11 +1,11 @@
 """A product with a matrix and a bias becomes one linear.
 
-    x @ w + b, torch.mm(x, w) + b, b + x @ w.T          ->  F.linear(x, w.T, b)
-    torch.add(x @ w, b, alpha=2)                        ->  F.linear(x, w.T, 2 b)
-    torch.add(b, torch.mm(x, w), alpha=2)               ->  torch.addmm(b, x, w, alpha=2)
-    F.linear(x, w) + b                                  ->  F.linear(x, w, b)
-    torch.addmm(b, x, w, beta=2)                        ->  F.linear(x, w.T, 2 b)
-    einsum("bsk,kn->bsn", x, w), tensordot(x, w, 1)     ->  x @ w, for the rules above
+x @ w + b, torch.mm(x, w) + b, b + x @ w.T          ->  F.linear(x, w.T, b)
+torch.add(x @ w, b, alpha=2)                        ->  F.linear(x, w.T, 2 b)
+torch.add(b, torch.mm(x, w), alpha=2)               ->  torch.addmm(b, x, w, alpha=2)
+F.linear(x, w) + b                                  ->  F.linear(x, w, b)
+torch.addmm(b, x, w, beta=2)                        ->  F.linear(x, w.T, 2 b)
+einsum("bsk,kn->bsn", x, w), tensordot(x, w, 1)     ->  x @ w, for the rules above
 """
 
 from __future__ import annotations
@@ -19,6 +19,12 @@ from fxfuse.rule import Rule
 
 def _scaled(graph: fx.Graph, b: fx.Node | None, factor: float) -> fx.Node | None:
     return b if factor == 1 or b is None else graph.call_function(torch.mul, (b, factor))
+
+
+def _implicit(letters: str) -> str:
+    """The output of an equation without an arrow: what stands there once, in alphabetical order, after the ellipsis."""
+    once = sorted(c for c in set(letters) if letters.count(c) == 1 and c != ".")
+    return "." * ("." in letters) + "".join(once)
 
 
 class EinsumToMatmul(Rule):
@@ -37,18 +43,18 @@ class EinsumToMatmul(Rule):
         m.bindings["side"] = side
 
     def einsum(self, m):
-        equation, x, w = (m.arg("einsum", k) for k in ("equation", "input", "other"))
-        m.expect(isinstance(equation, str) and "->" in equation, "no explicit equation")
-        terms, out = equation.replace(" ", "").split("->")
-        m.expect(terms.count(",") == 1, "not two operands")
-        a, b = terms.split(",")
-        if len(b) != 2:  # the matrix may stand first
-            a, b, x, w = b, a, w, x
-        m.expect(len(b) == 2 and len(set(a + b)) == len(a) + 1 and a[-1] in b, "no product with a matrix")
-        new = b.replace(a[-1], "")
-        m.expect(out == a[:-1] + new and "." not in b, "no linear")
-        m.bindings.update(x=x, w=w)
-        return None if a.startswith("...") and len(a) == 4 else len(a), b.index(a[-1])
+        equation, *operands = (m.arg("einsum", k) for k in ("equation", "input", "other"))
+        m.expect(isinstance(equation, str) and equation.count(",") == 1, "not two operands")
+        terms, arrow, out = equation.replace(" ", "").replace("...", ".").partition("->")
+        out = out if arrow else _implicit(terms.replace(",", ""))
+        first, second = zip(terms.split(","), operands, strict=True)
+        for (a, x), (b, w) in ((first, second), (second, first)):  # the matrix may stand first
+            new = b.replace(a[-1], "") if a else ""
+            if len(b) == 2 and "." not in b and len(new) == 1 and len({*a, new}) == len(a) + 1 and out == a[:-1] + new:
+                m.expect("." not in a or len(a) == 2, "holds for some ranks only")
+                m.bindings.update(x=x, w=w)
+                return None if a[0] == "." else len(a), b.index(a[-1])
+        m.expect(False, "no product with a matrix over the last dimension")
 
     def tensordot(self, m):
         dims = m.arg("tensordot", "dims")

@@ -1,12 +1,12 @@
 """Activations written out by hand become the op that they compute, whatever the order and grouping of the arithmetic.
 
-    x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))   ->  F.gelu(x, approximate="tanh")
-    x/2 (1 + erf(x / sqrt(2)))                      ->  F.gelu(x)
-    x sigmoid(x)                                    ->  F.silu(x)
-    x sigmoid(c x)                                  ->  quick_gelu(x, c)
-    x tanh(softplus(x))                             ->  F.mish(x)
-    relu(x)^2                                       ->  relu2(x)
-    max(x, 0)                                       ->  F.relu(x)
+x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))   ->  F.gelu(x, approximate="tanh")
+x/2 (1 + erf(x / sqrt(2)))                      ->  F.gelu(x)
+x sigmoid(x)                                    ->  F.silu(x)
+x sigmoid(c x)                                  ->  quick_gelu(x, c)
+x tanh(softplus(x))                             ->  F.mish(x)
+relu(x)^2                                       ->  relu2(x)
+max(x, 0)                                       ->  F.relu(x)
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from torch import fx
 
 from fxfuse import algebra
-from fxfuse.match import Match
 from fxfuse.ops.activations import quick_gelu, relu2
 from fxfuse.rule import Rule
 from fxfuse.spellings import spell
@@ -34,7 +33,7 @@ class _Product(Rule):
     def pattern(self, op, x, factor):
         return op.any_of("product", ("mul", "div"))
 
-    def split(self, m: Match, *, constant: float) -> None:
+    def split(self, m, *, constant):
         """Bind x and the other factor of constant * x * factor(x)."""
         value, parts, inner = algebra.factors(m.root)
         m.expect(len(parts) == 2 and algebra.same(value, constant) and not m.calls["product"].writes, "another product")
@@ -44,10 +43,10 @@ class _Product(Rule):
         m.bindings.update(x=x, factor=factor)
         m.nodes.extend([*inner, factor])
 
-    def is_factor(self, node: fx.Node) -> bool:
+    def is_factor(self, node):
         raise NotImplementedError
 
-    def argument(self, m: Match, node: fx.Node, name: str) -> algebra.Polynomial:
+    def argument(self, m, node, name):
         """The argument of ``node``, a call of ``name``, as a polynomial in x."""
         call = spell(node)
         m.expect(call is not None and call.name == name and not call.writes, "not {}", name)

@@ -1,4 +1,4 @@
-"""How a forward is called: which arguments are free tensors in the trace, and which are constants that it took for granted."""
+"""How a forward is called: which arguments are free tensors in a trace, and which are constants to it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,18 @@ import torch
 from fxfuse.capture.tracer import Untraceable
 from fxfuse.facts import Fact
 
-_CONSTANTS = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.memory_format, torch.layout, enum.Enum)
+_CONSTANTS = (
+    type(None),
+    bool,
+    int,
+    float,
+    str,
+    torch.dtype,
+    torch.device,
+    torch.memory_format,
+    torch.layout,
+    enum.Enum,
+)
 P = inspect.Parameter
 
 
@@ -60,12 +71,14 @@ class Arguments:
                 kwargs[name] = value(name)
             else:
                 prefix = f"{name}["
-                kwargs.update({e[len(prefix) + 1 : -2]: value(e) for e in (*made, *self.constants) if e.startswith(prefix)})
+                kwargs.update(
+                    {e[len(prefix) + 1 : -2]: value(e) for e in (*made, *self.constants) if e.startswith(prefix)}
+                )
         return tuple(args), kwargs
 
 
 def plan(forward: Callable[..., Any], recorded: Recorded | None) -> Arguments:
-    """Decide for each parameter of ``forward`` (bound, so without self), from a recorded call or from its defaults alone."""
+    """Decide for each parameter of ``forward`` (bound, so without self), from a recorded call or its defaults alone."""
     try:
         signature = inspect.signature(forward, follow_wrapped=False)
     except (TypeError, ValueError) as error:
@@ -103,9 +116,7 @@ def _decide(plan: Arguments, placeholder: str, expression: str, value: Any) -> N
     if isinstance(value, (Fact, torch.Tensor)):
         plan.free[placeholder] = expression
         plan.facts[placeholder] = value if isinstance(value, Fact) else Fact.of(value)
-    elif isinstance(value, _CONSTANTS):
-        plan.constants[expression] = value
-    elif type(value) in (tuple, list) and all(isinstance(v, _CONSTANTS) for v in value):
+    elif all(isinstance(v, _CONSTANTS) for v in (value if type(value) in (tuple, list) else [value])):
         plan.constants[expression] = value
     else:
         raise Untraceable(f"its argument {expression} is a {type(value).__name__}")

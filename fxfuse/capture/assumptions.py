@@ -1,7 +1,7 @@
 """What a trace took for granted, as checks that run at every call.
 
-The checks of a region are generated as one expression, since each costs some tens of nanoseconds and a region may have a
-hundred. Where it is false, the same checks run one by one and the first that fails says why, with what it expected and found.
+The checks of a region are generated as one expression, since each costs some tens of nanoseconds and a region may
+have a hundred. Where it is false, the same checks run one by one; the first that fails says what it expected and found.
 """
 
 from __future__ import annotations
@@ -59,16 +59,23 @@ ENVIRONMENT = (
     Check("jit_tracing() is None", "plain", "'torch.jit.trace is tracing'"),
     Check("forward_ad._current_level < 0", "plain", "'forward-mode AD is active'"),
     Check("not autocast()", "plain", "'autocast is on'"),
-    Check("not (global_pre_hooks or global_hooks or global_backward_hooks or global_backward_pre_hooks)", "fallback",
-          "'global module hooks: expected none'"),
+    Check(
+        "not (global_pre_hooks or global_hooks or global_backward_hooks or global_backward_pre_hooks)",
+        "fallback",
+        "'global module hooks: expected none'",
+    ),
 )
 
 
-def of_arguments(arguments: Arguments, ranks: dict[str, int], shapes: dict[str, tuple[int, ...]], scope: dict[str, Any]) -> list[Check]:
+def of_arguments(
+    arguments: Arguments, ranks: dict[str, int], shapes: dict[str, tuple[int, ...]], scope: dict[str, Any]
+) -> list[Check]:
     """Checks of the arguments; constants that they compare with are put into ``scope``."""
     checks = []
     for name, count in arguments.counts.items():
-        checks.append(Check(f"len({name}) == {count}", "fallback", f"f'expected {count} in *{name}, found {{len({name})}}'"))
+        checks.append(
+            Check(f"len({name}) == {count}", "fallback", f"f'expected {count} in *{name}, found {{len({name})}}'")
+        )
         if arguments.signature.parameters[name].kind is P.VAR_KEYWORD:
             keys = [e for e in (*arguments.free.values(), *arguments.constants) if e.startswith(f"{name}['")]
             for expression in keys:
@@ -77,20 +84,44 @@ def of_arguments(arguments: Arguments, ranks: dict[str, int], shapes: dict[str, 
     for expression, value in arguments.constants.items():
         constant = f"constant_{len(scope)}"
         scope[constant] = value
-        checks.append(Check(_equal(expression, constant, value), "fallback", f"f'argument {_quoted(expression)}: expected {{{constant}!r}}, found {{describe({expression})}}'"))
+        checks.append(
+            Check(
+                _equal(expression, constant, value),
+                "fallback",
+                f"f'argument {_quoted(expression)}: expected {{{constant}!r}}, found {{describe({expression})}}'",
+            )
+        )
     for expression in arguments.free.values():
         shown = _quoted(expression)
-        checks.append(Check(f"type({expression}) in plain_types", "fallback",
-                            f"f'argument {shown}: expected a plain tensor, found {{describe({expression})}}'"))
-        checks.append(Check(f"{expression}.dtype not in unserved", "plain", f"f'argument {shown} is {{{expression}.dtype}}'"))
+        checks.append(
+            Check(
+                f"type({expression}) in plain_types",
+                "fallback",
+                f"f'argument {shown}: expected a plain tensor, found {{describe({expression})}}'",
+            )
+        )
+        checks.append(
+            Check(f"{expression}.dtype not in unserved", "plain", f"f'argument {shown} is {{{expression}.dtype}}'")
+        )
     for name, rank in ranks.items():
         expression = arguments.free[name]
-        checks.append(Check(f"{expression}.ndim == {rank}", "fallback",
-                            f"f'argument {_quoted(expression)}: expected {rank} dimensions, found {{{expression}.ndim}}'"))
+        checks.append(
+            Check(
+                f"{expression}.ndim == {rank}",
+                "fallback",
+                f"f'argument {_quoted(expression)}: expected {rank} dimensions, found {{{expression}.ndim}}'",
+            )
+        )
     for name, shape in shapes.items():
         expression = arguments.free[name]
-        checks.append(Check(f"{expression}.shape == {tuple(shape)}", "fallback",
-                            f"f'argument {_quoted(expression)}: expected shape {tuple(shape)}, found {{tuple({expression}.shape)}}'"))
+        checks.append(
+            Check(
+                f"{expression}.shape == {tuple(shape)}",
+                "fallback",
+                f"f'argument {_quoted(expression)}: expected shape {tuple(shape)}, '"
+                f" f'found {{tuple({expression}.shape)}}'",
+            )
+        )
     return checks
 
 
@@ -109,8 +140,11 @@ def of_module(local: str, reach: str, path: str, module: nn.Module) -> Iterable[
         hooks = " or ".join(f"{local}.{h}" for h in HOOKS)
         yield Check(f"not ({hooks})", "fallback", f"'module {shown} has hooks: expected none'")
         yield Check(f"'forward' not in {local}.__dict__", "fallback", f"'module {shown} has a forward of its own'")
-    yield Check(f"{local}.__class__ is class_{local}", "fallback",
-                f"f'module {shown}: expected class {type(module).__name__}, found {{type({local}).__name__}}'")
+    yield Check(
+        f"{local}.__class__ is class_{local}",
+        "fallback",
+        f"f'module {shown}: expected class {type(module).__name__}, found {{type({local}).__name__}}'",
+    )
     if type(module) is nn.Dropout:
         yield of_training(local, path)
 
@@ -126,8 +160,12 @@ def of_attribute(local: str, path: str, name: str, value: Any, scope: dict[str, 
     constant = f"constant_{len(scope)}"
     scope[constant] = value
     found = f"{local}.__dict__.get({name!r}, constant_{len(scope) - 1})"
-    return Check(_equal(found, constant, value), "fallback",
-                 f"f'attribute {_quoted(f'{path}.{name}'.lstrip('.'))}: expected {{{constant}!r}}, found {{describe({local}.{name})}}'")
+    return Check(
+        _equal(found, constant, value),
+        "fallback",
+        f"f'attribute {_quoted(f'{path}.{name}'.lstrip('.'))}: expected {{{constant}!r}}, '"
+        f" f'found {{describe({local}.{name})}}'",
+    )
 
 
 def _equal(expression: str, constant: str, value: Any) -> str:

@@ -97,8 +97,17 @@ def _build(trace: Trace, options: Options, report: Report) -> Region | None:
     if not any(e.kind in ("fused", "lowered") for e in rewriting.events):
         info.installed, info.note = False, "nothing in it is fused or lowered"
         return None
-    return Region(trace.path, trace.module, trace.arguments, gm.graph, original, trace.tracer.constants, inlined,
-                  trace.tracer.attributes, rewriting)
+    return Region(
+        trace.path,
+        trace.module,
+        trace.arguments,
+        gm.graph,
+        original,
+        trace.tracer.constants,
+        inlined,
+        trace.tracer.attributes,
+        rewriting,
+    )
 
 
 def _take_out_wrong(target: nn.Module, built: list[Region], example: Any, report: Report) -> list[Region]:
@@ -133,7 +142,7 @@ def optimize_function(function: Callable[..., Any], example: Example, options: O
     region = Region("", function, arguments, gm.graph, original, tracer.constants, {}, {}, rewriting)
     report.regions.append(RegionInfo("", "function", len(original.nodes), len(gm.graph.nodes), installed=True))
     report.calls[""] = region.calls
-    region.forward.__wrapped__ = function  # type: ignore[attr-defined]
+    region.forward.__wrapped__ = function
     region.forward.__dict__[ROOT] = Installed(report, [region])
     return region.forward, report
 
@@ -158,8 +167,12 @@ def graph_module(graph: fx.Graph, module: Any, constants: Mapping[str, torch.Ten
 
 def _count_linears(model: nn.Module, traces: list[Trace], report: Report) -> None:
     names = {name for name, m in model.named_modules() if isinstance(m, nn.Linear)}
-    inside = {name for t in traces for name in names
-              if (name == t.path or not t.path or name.startswith(t.path + ".")) and not _below_leaf(name, t)}
+    inside = {
+        name
+        for t in traces
+        for name in names
+        if (name == t.path or not t.path or name.startswith(t.path + ".")) and not _below_leaf(name, t)
+    }
     report.coverage.seen, report.coverage.captured = len(names), len(inside)
 
 

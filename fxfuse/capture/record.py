@@ -28,11 +28,11 @@ class _Protect(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         if func._schema.is_mutable:
-            for argument, value in zip(func._schema.arguments, args):
-                info = argument.alias_info
-                if info is not None and info.is_write and isinstance(value, torch.Tensor):
-                    if value.untyped_storage().data_ptr() in self.memory:
-                        raise WritesParameter(f"{func} writes into a parameter when the model is called")
+            # Operators write their leading arguments; an ``out=`` among the keywords is never a parameter.
+            for argument, value in zip(func._schema.arguments, args, strict=False):
+                writes = argument.alias_info is not None and argument.alias_info.is_write
+                if writes and isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() in self.memory:
+                    raise WritesParameter(f"{func} writes into a parameter when the model is called")
         return func(*args, **(kwargs or {}))
 
 
@@ -77,5 +77,3 @@ def record(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> d
     with trial_run(model):
         trial(*own(args), **own(kwargs))
     return calls
-
-

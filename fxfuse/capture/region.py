@@ -26,9 +26,18 @@ GIVE_UP = 64
 class Region:
     """What is installed on one module (or stands behind one function)."""
 
-    def __init__(self, path: str, owner: Any, arguments: Arguments, graph: fx.Graph, original: fx.Graph,
-                 constants: dict[str, torch.Tensor], inlined: dict[str, nn.Module],
-                 attributes: dict[tuple[str, str], Any], rewriting: Rewriting):
+    def __init__(
+        self,
+        path: str,
+        owner: Any,
+        arguments: Arguments,
+        graph: fx.Graph,
+        original: fx.Graph,
+        constants: dict[str, torch.Tensor],
+        inlined: dict[str, nn.Module],
+        attributes: dict[tuple[str, str], Any],
+        rewriting: Rewriting,
+    ):
         self.attributes = attributes
         self.path, self.owner, self.arguments = path, owner, arguments
         self.graph, self.original, self.constants, self.inlined = graph, original, constants, inlined
@@ -42,7 +51,7 @@ class Region:
         self._generate(rewriting)
 
     def graph_module(self, original: bool = False, owner: Any = None) -> fx.GraphModule:
-        """The graph before or after, over the modules and parameters of the owner (or of a copy of it) as they are now."""
+        """The graph before or after, over the modules and parameters of the owner (or a copy of it) as they are now."""
         graph, owner = self.original if original else self.graph, owner or self.owner
         targets = {str(n.target) for n in graph.nodes if n.op in ("get_attr", "call_module")}
         name = type(owner).__name__ if isinstance(owner, nn.Module) else getattr(owner, "__name__", "function")
@@ -70,11 +79,20 @@ class Region:
         scope.update(body=body, region=self)
         values = ", ".join([*(["self"] if on_module else []), *self.arguments.free.values(), *reads])
         parameters, names = self._parameters(scope)
-        unpack = [f"    {', '.join(local[p] if p else '_' for p in self.inlined)}, = region.modules"] if on_module else []
+        unpack = (
+            [f"    {', '.join(local[p] if p else '_' for p in self.inlined)}, = region.modules"] if on_module else []
+        )
         head = [f"def forward({parameters}):", *(["    region = self._fxfuse"] if on_module else []), *unpack]
         rest = "(self, " + names + ")" if on_module else "(None, " + names + ")"
-        forward = [*head, "    if (", *(f"        {'and ' if i else ''}{c.holds}" for i, c in enumerate(checks)), "    ):",
-                   "        region.calls.fused += 1", f"        return body({values})", f"    return region.otherwise{rest}"]
+        forward = [
+            *head,
+            "    if (",
+            *(f"        {'and ' if i else ''}{c.holds}" for i, c in enumerate(checks)),
+            "    ):",
+            "        region.calls.fused += 1",
+            f"        return body({values})",
+            f"    return region.otherwise{rest}",
+        ]
         explain = [head[0].replace("def forward", "def explain"), *head[1:]]
         for c in checks:
             explain += [f"    if not ({c.holds}):", f"        return {c.kind!r}, {c.why}"]
@@ -93,7 +111,9 @@ class Region:
             return f"{local[parent]}._modules.get({name!r})"
         return "self" + "".join(f"._modules[{part!r}]" for part in path.split("."))
 
-    def _compile_body(self, local: dict[str, str], checks: list[assumptions.Check]) -> tuple[Callable[..., Any], list[str]]:
+    def _compile_body(
+        self, local: dict[str, str], checks: list[assumptions.Check]
+    ) -> tuple[Callable[..., Any], list[str]]:
         """The graph as a function of its placeholders and of every tensor that it reads from the model."""
         graph = fx.Graph()
         mapping: dict[fx.Node, fx.Node] = {}
@@ -201,7 +221,9 @@ class Region:
             self.running_fallbacks = self.running_fallbacks + 1 if self.calls.fused == self.fused_then else 1
             self.fused_then = self.calls.fused
             if self.running_fallbacks >= GIVE_UP and owner is not None:
-                self.note(f"region {self.path or '.'} was taken out after {GIVE_UP} calls running that broke an assumption: {why}")
+                self.note(
+                    f"region {self.path or '.'} was taken out: {GIVE_UP} calls running broke an assumption ({why})"
+                )
                 uninstall(owner)
         return self.original_forward(owner)(*args, **kwargs)
 

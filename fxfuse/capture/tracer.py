@@ -1,8 +1,8 @@
 """Symbolic tracing of one module, called with a given mixture of free tensors and constants.
 
-torch.fx's own ``Tracer.trace`` patches ``nn.Module`` for the whole process while it runs, loses random numbers and other
-tensors made inside a forward to constants, and lets a forward leave proxies behind on the model. Here the modules to be
-traced are copies whose class records calls and parameter reads, a function mode records what has no proxy among its
+torch.fx's own ``Tracer.trace`` patches ``nn.Module`` for the whole process while it runs, bakes random numbers and
+other tensors made inside a forward as constants, and lets a forward leave proxies behind on the model. Here the modules
+to be traced are copies whose class records calls and reads, a function mode records what has no proxy among its
 arguments, and whatever the forward did to its own attributes is looked for afterwards.
 """
 
@@ -99,7 +99,9 @@ class Tracer(fx.Tracer):
             return a.item()
         return super().create_arg(a)
 
-    def create_node(self, kind: str, target: Any, args: Any, kwargs: Any, name: Any = None, type_expr: Any = None) -> fx.Node:
+    def create_node(
+        self, kind: str, target: Any, args: Any, kwargs: Any, name: Any = None, type_expr: Any = None
+    ) -> fx.Node:
         if _autocast():
             raise Untraceable("enters autocast")
         node = super().create_node(kind, target, args, kwargs, name, type_expr)
@@ -111,7 +113,7 @@ class Tracer(fx.Tracer):
 
 
 class _Record(TorchFunctionMode):
-    """Puts calls without a proxy among their arguments into the graph: random numbers, factories, products of parameters."""
+    """Puts calls without a proxy among their arguments into the graph: random numbers, factories, constants."""
 
     def __init__(self, tracer: Tracer):
         super().__init__()
@@ -122,7 +124,11 @@ class _Record(TorchFunctionMode):
         if any(issubclass(t, fx.Proxy) for t in types):
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
-        if name.endswith("_") and not name.endswith("__") or name in ("__setitem__", "__set__") or kwargs.get("out") is not None:
+        if (
+            (name.endswith("_") and not name.endswith("__"))
+            or name in ("__setitem__", "__set__")
+            or kwargs.get("out") is not None
+        ):
             raise Untraceable(f"writes a tensor that is no value of the graph, by {name}")
         value = func(*args, **kwargs)
         if not isinstance(value, torch.Tensor):
@@ -133,8 +139,8 @@ class _Record(TorchFunctionMode):
 
 
 @functools.cache
-def _traced(cls: type[nn.Module]) -> type[nn.Module]:
-    """A stand-in for ``cls`` whose calls and parameter reads the tracer sees. Same name; ``super()`` works as before."""
+def _traced(cls: Any) -> type[nn.Module]:
+    """A stand-in for ``cls`` whose calls and reads the tracer sees. Same name; ``super()`` works as before."""
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         return self.__dict__[_TRACER].call(self, functools.partial(cls.__call__, self), args, kwargs)
@@ -156,12 +162,19 @@ def _traced(cls: type[nn.Module]) -> type[nn.Module]:
                 tracer.attributes[tracer.paths[id(self)], name] = value
         return value
 
-    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__call__": __call__, "__getattr__": __getattr__,
-             "__getattribute__": __getattribute__}
+    names = {
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        "__call__": __call__,
+        "__getattr__": __getattr__,
+        "__getattribute__": __getattribute__,
+    }
     return type(cls.__name__, (cls,), names)
 
 
-def trace_module(root: nn.Module, call: Callable[[Any], tuple[tuple, dict[str, Any]]], leaves: Collection[str]) -> Tracer:
+def trace_module(
+    root: nn.Module, call: Callable[[Any], tuple[tuple, dict[str, Any]]], leaves: Collection[str]
+) -> Tracer:
     """Trace ``root.forward``. ``call(placeholder)`` gives its arguments, making free ones with ``placeholder(name)``.
 
     ``root`` is an isolated copy and is used up. Raises Untraceable with the reason where there is no faithful graph.
@@ -172,7 +185,8 @@ def trace_module(root: nn.Module, call: Callable[[Any], tuple[tuple, dict[str, A
             module.__dict__[_TRACER] = tracer
             # Fused operators serve inference: where the forward asks for the flag, this is the answer assumed.
             module.__dict__["training"] = False
-            module.__class__ = _traced(type(module))
+            cls: Any = type(module)
+            module.__class__ = _traced(cls)
     before = snapshot(root)
     tracer.inlined[""] = root
     run = functools.partial(_call_with_placeholders, tracer, root.forward, call)
@@ -219,7 +233,7 @@ def _run(tracer: Tracer, run: Callable[[], Any], code: Callable[..., Any], alter
 
 
 def _wrap_functions(tracer: Any, code: Any) -> None:
-    """Let calls of math.sqrt and the like on sizes become nodes, in the module that ``code``'s forward was written in."""
+    """Let calls of math.sqrt and the like on sizes become nodes, where ``code``'s forward was written."""
     forward = getattr(code, "forward", code)
     scope = getattr(getattr(forward, "__func__", forward), "__globals__", {})
     _autowrap_check(tracer.patcher, scope, tracer._autowrap_function_ids)
@@ -238,7 +252,9 @@ def _check_result(result: Any) -> None:
             raise Untraceable(f"returns a {type(result).__name__}")
         for f in dataclasses.fields(result):
             _check_result(getattr(result, f.name))
-    elif not isinstance(result, (fx.Proxy, torch.Tensor, int, float, complex, str, bool, torch.dtype, torch.device, type(None))):
+    elif not isinstance(
+        result, (fx.Proxy, torch.Tensor, int, float, complex, str, bool, torch.dtype, torch.device, type(None))
+    ):
         raise Untraceable(f"returns a {type(result).__name__}")
 
 

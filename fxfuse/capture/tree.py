@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import types
 from collections import OrderedDict
-
 from typing import Any
 
 import torch
@@ -41,7 +40,7 @@ def copy_tree(root: nn.Module, *, isolate: bool = False) -> nn.Module:
         for name, value in plain_attributes(module).items():
             if name in ("_buffers", "_non_persistent_buffers_set"):
                 attributes[name] = type(value)(value) if isolate else value
-            elif name == "_parameters" or name.endswith("_hooks_with_kwargs") or name.endswith("_hooks_always_called"):
+            elif name == "_parameters" or name.endswith(("_hooks_with_kwargs", "_hooks_always_called")):
                 attributes[name] = type(value)(value)
             elif name == "_modules":
                 attributes[name] = type(value)((k, None if m is None else copies[id(m)]) for k, m in value.items())
@@ -95,7 +94,7 @@ class _Remap:
             changed = any(items[k] is not v for k, v in value.items())
             return type(value)(items) if changed or self.isolate else value
         elements = [self(v) for v in value]
-        changed = any(a is not b for a, b in zip(elements, value))
+        changed = any(a is not b for a, b in zip(elements, value, strict=True))
         return type(value)(elements) if changed or (self.isolate and not isinstance(value, tuple)) else value
 
 
@@ -124,12 +123,12 @@ def _shallow(value: Any) -> Any:
 
 def _same(a: Any, b: Any) -> bool:
     if isinstance(a, tuple) and isinstance(b, tuple):
-        return len(a) == len(b) and all(_same(x, y) for x, y in zip(a, b))
+        return len(a) == len(b) and all(_same(x, y) for x, y in zip(a, b, strict=True))
     return a is b or (isinstance(a, (int, float, str)) and type(a) is type(b) and a == b)
 
 
 def hooked(module: nn.Module) -> str | None:
     """The kind of hook that a module has, or None."""
-    return next((name.strip("_").removesuffix("s").replace("_", " ") for name in HOOKS if module.__dict__.get(name)), None)
-
-
+    return next(
+        (name.strip("_").removesuffix("s").replace("_", " ") for name in HOOKS if module.__dict__.get(name)), None
+    )

@@ -1,4 +1,4 @@
-"""Each region once on its real inputs: the rewritten graph against the module's own forward, by the rule of numerics.py."""
+"""Each region once on its real inputs: the rewritten graph against the module's own forward, by numerics.py."""
 
 from __future__ import annotations
 
@@ -14,8 +14,13 @@ from fxfuse.capture.record import own, trial_copy, trial_run
 from fxfuse.capture.region import Region
 
 
-def differing(model: nn.Module, regions: Sequence[Region], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, str]:
-    """Region path -> how its graph differs from its original forward. Runs a copy of the model once; one region's values at a time."""
+def differing(
+    model: nn.Module, regions: Sequence[Region], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, str]:
+    """Region path -> how its graph differs from its original forward.
+
+    Runs a copy of the model once, and holds the values of one region at a time.
+    """
     trial = trial_copy(model)
     wrong: dict[str, str] = {}
     for region in regions:
@@ -57,7 +62,9 @@ def _compare(region: Region, module: nn.Module, ours: Any, reference: Any, expec
     if given is None:
         return ""
     got = region.graph_module(owner=module)(*given)
-    exact, magnitude = numerics.reference(region.graph_module(original=True, owner=module), _placeholders(region, reference) or ())
+    exact, magnitude = numerics.reference(
+        region.graph_module(original=True, owner=module), _placeholders(region, reference) or ()
+    )
     return numerics.judge(got, expected, exact, magnitude).reason
 
 

@@ -29,7 +29,7 @@ class Trace:
 
 
 class Walk:
-    """Traces ``model`` from the top; where a module has no graph, its children are tried, and then it again around them."""
+    """Traces ``model`` from the top; where a module has no graph, its children are tried, then it again around them."""
 
     def __init__(self, model: nn.Module, options: Options, recorded: Mapping[str, Recorded] | None):
         self.model, self.options, self.recorded = model, options, recorded
@@ -52,7 +52,9 @@ class Walk:
             self.uncaptured.append(Uncaptured(path, type(module).__name__, reason))
             return False
         inner = len(self.traces)
-        leaves = {name for name, child in module.named_children() if not self.visit(f"{path}.{name}".lstrip("."), child)}
+        leaves = {
+            name for name, child in module.named_children() if not self.visit(f"{path}.{name}".lstrip("."), child)
+        }
         if leaves:
             below = {t.path[len(path) :].lstrip(".") for t in self.traces[inner:]}
             try:
@@ -88,7 +90,9 @@ class Walk:
 
     def excluded(self, path: str, module: nn.Module) -> set[str]:
         """Paths below ``module`` that the options leave alone."""
-        return {inner for inner, m in module.named_modules() if inner and self.is_excluded(f"{path}.{inner}".lstrip("."), m)}
+        return {
+            inner for inner, m in module.named_modules() if inner and self.is_excluded(f"{path}.{inner}".lstrip("."), m)
+        }
 
     def is_excluded(self, path: str, module: nn.Module) -> bool:
         return bool(self.options.exclude.intersection((path, type(module).__name__)))

@@ -1,0 +1,176 @@
+"""The ``fxfuse`` command: list, explain, bench.
+
+Exit codes: 0; 1 where fxfuse itself gave no right answer to time; 2 for anything that was asked wrongly or that the
+model raised, with one line on stderr; 130 after ^C, with what was finished.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import fxfuse
+from fxfuse.bench import peers, render, targets
+from fxfuse.bench.measure import Result, measure
+from fxfuse.bench.models import BUILT_IN
+from fxfuse.bench.progress import Progress
+from fxfuse.bench.timer import QUICK, Effort
+from fxfuse.errors import FxfuseError
+
+_TARGET = (
+    "a built-in name (fxfuse list), package.module:callable or file.py:callable. The callable takes nothing and "
+    "returns a model, (model, args) or (model, args, kwargs); the model is put in eval mode."
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    options = _parser().parse_args(argv)
+    try:
+        return options.command(options)
+    except KeyboardInterrupt:
+        print("fxfuse: interrupted", file=sys.stderr)
+        return 130
+    except Exception as error:
+        if options.traceback:
+            traceback.print_exc()
+        else:
+            print(f"fxfuse: {peers.one_line(error, named=not isinstance(error, FxfuseError))}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    names = ", ".join(peers.PEERS)
+    parser = argparse.ArgumentParser("fxfuse", description="Find fusions in a PyTorch model, show them, and time them.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    known = commands.add_parser("list", help="the built-in targets, one line each")
+    known.set_defaults(command=_list)
+
+    explain = commands.add_parser("explain", help="what is fused in a target, what is not, and why; needs no GPU")
+    explain.add_argument("target", metavar="TARGET", help=_TARGET)
+    explain.add_argument("--json", action="store_true", help="print the report as JSON")
+    explain.add_argument("--verbose", action="store_true", help="with the code of each region as rewritten")
+    explain.set_defaults(command=_explain)
+
+    bench = commands.add_parser("bench", help="time a target against eager, torch.compile and oneDNN called by hand")
+    bench.add_argument("targets", metavar="TARGET", nargs="+", help=_TARGET)
+    bench.add_argument(
+        "--vs",
+        metavar="NAMES",
+        type=_columns,
+        default=tuple(peers.PEERS),
+        help=f"comma-separated, of {names} (default: all)",
+    )
+    bench.add_argument("--json", metavar="FILE", help="write the figures to FILE; - prints JSON and nothing else")
+    bench.add_argument("--quick", action="store_true", help="a few short rounds: shows that it runs, ranks little")
+    bench.add_argument(
+        "--repeats", metavar="N", type=_positive, help="rounds (default: 30, fewer for a slow model; 7 with --quick)"
+    )
+    bench.add_argument("--threads", metavar="N", type=_positive, help="CPU threads of torch")
+    bench.set_defaults(command=_bench)
+
+    for command in (explain, bench):
+        command.add_argument(
+            "--device", choices=("cpu", "cuda"), help="default: where the target is; built-ins: cuda if there is one"
+        )
+        command.add_argument("--dtype", choices=targets.DTYPES, help="default: as the target is built")
+        command.add_argument(
+            "--rows", metavar="M", type=_positive, default=512, help="rows of the built-in MLPs' input (default: 512)"
+        )
+    for command in (known, explain, bench):
+        command.add_argument("--traceback", action="store_true", help="show where an error came from")
+    return parser
+
+
+def _columns(text: str) -> tuple[str, ...]:
+    names = tuple(name.strip() for name in text.split(","))
+    unknown = [name for name in names if name not in peers.PEERS]
+    if unknown:
+        raise argparse.ArgumentTypeError(
+            f"no column {', '.join(map(repr, unknown))}; there are {', '.join(peers.PEERS)}"
+        )
+    return names
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
+    return int(text)
+
+
+def _list(_options: argparse.Namespace) -> int:
+    width = max(map(len, BUILT_IN))
+    for name, built_in in BUILT_IN.items():
+        print(f"{name:{width}}  {built_in.line}")
+    return 0
+
+
+def _explain(options: argparse.Namespace) -> int:
+    target = targets.load(options.target, device=options.device, dtype=options.dtype, rows=options.rows)
+    if target.args is not None:
+        peers.build(
+            "eager", target
+        )  # optimize() goes on without an example that the model refuses; here it is an error
+    optimized = fxfuse.optimize(target.model, example_inputs=target.args, example_kwargs=target.kwargs or None)
+    report = fxfuse.report(optimized)
+    print(report.to_json() if options.json else report)
+    if options.verbose and not options.json:
+        for path, graph_module in fxfuse.graphs(optimized).items():
+            print(f"\n{path or target.name}, rewritten:\n{graph_module.code.strip()}")
+    return 0
+
+
+def _bench(options: argparse.Namespace) -> int:
+    if options.json not in (None, "-") and not Path(options.json).resolve().parent.is_dir():
+        raise FileNotFoundError(f"--json {options.json}: there is no such folder")
+    effort = QUICK if options.quick else Effort()
+    if options.repeats:
+        effort = replace(effort, rounds=options.repeats, budget_s=math.inf)
+    settings = {"columns": list(options.vs), "rows": options.rows, **asdict(effort)}
+    results: list[Result] = []
+    with _threads(options.threads):
+        try:
+            for spec in options.targets:
+                results.append(_measured(spec, options, effort))
+                if options.json != "-":
+                    print(render.table(results[-1]), end="\n\n", flush=True)
+        finally:  # after an error or ^C too: what was finished is worth keeping
+            _publish(results, options.json, settings)
+    return 1 if any(result.fxfuse_failed for result in results) else 0
+
+
+def _measured(spec: str, options: argparse.Namespace, effort: Effort) -> Result:
+    with Progress(spec) as progress:
+        target = targets.load(spec, device=options.device, dtype=options.dtype, rows=options.rows)
+        return measure(target, options.vs, effort=effort, progress=progress)
+
+
+def _publish(results: Sequence[Result], file: str | None, settings: dict[str, Any]) -> None:
+    if not results:
+        return
+    if file == "-":
+        print(render.as_json(results, settings))
+        return
+    print(render.summary(results), render.LEGEND, sep="\n\n")
+    if file:
+        Path(file).write_text(render.as_json(results, settings) + "\n")
+
+
+@contextmanager
+def _threads(count: int | None) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
