@@ -7,9 +7,9 @@ model raised, with one line on stderr; 130 after ^C, with what was finished.
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 import traceback
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -36,7 +36,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     options = _parser().parse_args(argv)
     try:
-        return options.command(options)
+        with warnings.catch_warnings():
+            # torch warns where numpy is not installed, and nothing here needs it
+            warnings.filterwarnings("ignore", "Failed to initialize NumPy")
+            return options.command(options)
     except KeyboardInterrupt:
         print("fxfuse: interrupted", file=sys.stderr)
         return 130
@@ -118,9 +121,8 @@ def _list(_options: argparse.Namespace) -> int:
 def _explain(options: argparse.Namespace) -> int:
     target = targets.load(options.target, device=options.device, dtype=options.dtype, rows=options.rows)
     if target.args is not None:
-        peers.build(
-            "eager", target
-        )  # optimize() goes on without an example that the model refuses; here it is an error
+        # optimize() goes on without an example that the model refuses; here that is an error
+        peers.build("eager", target)
     optimized = fxfuse.optimize(target.model, example_inputs=target.args, example_kwargs=target.kwargs or None)
     report = fxfuse.report(optimized)
     print(report.to_json() if options.json else report)
@@ -135,7 +137,7 @@ def _bench(options: argparse.Namespace) -> int:
         raise FileNotFoundError(f"--json {options.json}: there is no such folder")
     effort = QUICK if options.quick else Effort()
     if options.repeats:
-        effort = replace(effort, rounds=options.repeats, budget_s=math.inf)
+        effort = replace(effort, rounds=options.repeats, budget_s=None)
     settings = {"columns": list(options.vs), "rows": options.rows, **asdict(effort)}
     results: list[Result] = []
     with _threads(options.threads):

@@ -1,0 +1,1 @@
+"""Benchmarks of this repository; not installed. ``python -m benchmarks.run`` from the checkout."""

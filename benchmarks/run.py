@@ -1,0 +1,71 @@
+"""Suites of benchmarks: ``python -m benchmarks.run --suite mlp-cpu``. All the measuring is in ``fxfuse.bench``.
+
+``mlp-cpu``  geglu-mlp, ffn and matmul-add at 512, 16 and 1 rows, float32 and bfloat16, against every column
+``cases``    the cases of each pass (``benchmarks/cases/<stem>.py``) against eager
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import pkgutil
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from benchmarks import cases
+from fxfuse.bench import peers, render, targets
+from fxfuse.bench.measure import Result, measure
+from fxfuse.bench.progress import Progress
+from fxfuse.bench.targets import Target
+from fxfuse.bench.timer import QUICK, Effort
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def mlp_cpu() -> Iterator[tuple[str, Target, Sequence[str]]]:
+    for name in ("geglu-mlp", "ffn", "matmul-add"):
+        for dtype in ("float32", "bfloat16"):
+            for rows in (512, 16, 1):
+                target = targets.load(name, device="cpu", dtype=dtype, rows=rows)
+                yield f"{name} M={rows}", target, tuple(peers.PEERS)
+
+
+def all_cases() -> Iterator[tuple[str, Target, Sequence[str]]]:
+    for module in pkgutil.iter_modules(cases.__path__):
+        for name, build in importlib.import_module(f"benchmarks.cases.{module.name}").CASES.items():
+            label = f"{module.name}/{name}"
+            yield label, Target(label, *build()), ("eager", "fxfuse")
+
+
+SUITES = {"mlp-cpu": mlp_cpu, "cases": all_cases}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one suite, print its table and write its figures to ``benchmarks/results``."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description="Run a suite of benchmarks.")
+    parser.add_argument("--suite", choices=SUITES, required=True)
+    parser.add_argument("--quick", action="store_true", help="a few short rounds")
+    parser.add_argument("--repeats", type=int, metavar="N", help="rounds")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="default: benchmarks/results/SUITE.json")
+    options = parser.parse_args(argv)
+    effort = QUICK if options.quick else Effort()
+    if options.repeats:
+        effort = replace(effort, rounds=options.repeats, budget_s=None)
+    results: list[Result] = []
+    for label, target, columns in SUITES[options.suite]():
+        with Progress(label) as progress:
+            results.append(measure(target, columns, label=label, effort=effort, progress=progress))
+    print(render.summary(results), render.LEGEND, sep="\n\n")
+    missing = [f"{r.label} {r.dtype}: {gone.name}: {gone.reason}" for r in results for gone in r.left_out]
+    if missing:
+        print("\nleft out:", *missing, sep="\n  ")
+    file = options.json or RESULTS / f"{options.suite}.json"
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(render.as_json(results, {"suite": options.suite, **asdict(effort)}) + "\n")
+    return 1 if any(result.fxfuse_failed for result in results) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Targets, timer, measurement and tables behind ``fxfuse bench`` and ``fxfuse explain``."""

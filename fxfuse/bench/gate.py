@@ -1,0 +1,47 @@
+"""No wrong answer is timed: every variant's output is held against a float64 run of the whole target."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from fxfuse import numerics
+from fxfuse.bench.peers import one_line
+from fxfuse.bench.targets import BadTarget, Target
+
+
+class Gate:
+    """The acceptance rule of ``fxfuse.numerics`` for one target, or half of it where the whole cannot be had."""
+
+    def __init__(self, target: Target, eager: Any) -> None:
+        """``eager``: the plain model's output on the example call. Raises BadTarget where there is no tensor in it."""
+        if not any(isinstance(leaf, Tensor) for leaf in tree_leaves(eager)):
+            raise BadTarget(f"{target.name}: the model returned no tensor, so no two answers can be compared")
+        self._eager = eager
+        self.weaker = ""
+        """Why only the norm of the error is judged; empty where every element is."""
+        args, kwargs = target.example()
+        try:
+            graph_module = torch.export.export(target.model, args, kwargs, strict=False).module()
+            self._reference, self._magnitude = numerics.reference(graph_module, args, kwargs)
+        except Exception as error:
+            # Without a graph of the whole, the scale of single elements' errors is not known.
+            self.weaker = one_line(error)
+            self._reference = _in_float64(target)
+            self._magnitude = tree_map_only(Tensor, torch.abs, self._reference)
+
+    def wrong(self, output: Any) -> str:
+        """What is wrong with ``output`` and by how much; empty if nothing is."""
+        verdict = numerics.judge(output, self._eager, self._reference, self._magnitude)
+        only_elements = verdict.norm_used <= 1 < verdict.element_used
+        return "" if self.weaker and only_elements else verdict.reason
+
+
+def _in_float64(target: Target) -> Any:
+    args, kwargs = tree_map_only(Tensor, lambda t: t.double() if t.is_floating_point() else t, target.example())
+    with torch.no_grad():
+        return copy.deepcopy(target.model).double()(*args, **kwargs)

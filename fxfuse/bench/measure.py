@@ -1,0 +1,128 @@
+"""One target measured: build every variant, compare its answer, and only then time it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+import fxfuse
+from fxfuse.bench import peers
+from fxfuse.bench.gate import Gate
+from fxfuse.bench.peers import LeftOut, Variant
+from fxfuse.bench.targets import Target
+from fxfuse.bench.timer import Effort, Timing, clock_for, interleaved
+
+#: Measured in every run: the baseline, and what is compared with it.
+ALWAYS = ("eager", "fxfuse")
+
+Progress = Callable[[str], object]
+
+
+@dataclass(frozen=True)
+class Result:
+    """What was found out about one target."""
+
+    label: str
+    device: str
+    dtype: str
+    timings: dict[str, Timing]
+    had_core: float
+    setup_s: dict[str, float]
+    left_out: tuple[LeftOut, ...]
+    weaker_gate: str
+    """Why the answers were compared by the norm of their error only; empty if element by element too."""
+    ops: dict[str, int]
+    """Operators dispatched a call, of eager and fxfuse."""
+    fused: int
+    """Fusions that the report lists."""
+    lowered: int
+    """Single operators that it lists as given to a faster implementation."""
+    kernels_saved: int
+    """Kernels a call that the report predicts to have saved."""
+
+    @property
+    def fxfuse_failed(self) -> bool:
+        """Whether fxfuse itself raised or gave a wrong answer, so that there is nothing to compare."""
+        return "fxfuse" not in self.timings
+
+
+def measure(
+    target: Target,
+    names: Sequence[str],
+    *,
+    label: str | None = None,
+    effort: Effort | None = None,
+    progress: Progress = lambda _text: None,
+) -> Result:
+    """Measure ``names`` (keys of ``peers.PEERS``) on ``target``, with eager and fxfuse in any case.
+
+    A variant that does not apply, raises, or answers wrongly is never timed; it is named in ``left_out``. Raises
+    BadTarget without example inputs, and TargetRaised where the model itself raises.
+    """
+    wanted = [name for name in peers.PEERS if name in names or name in ALWAYS]
+    # What torch.compile learned about the sizes of the target before would change the code that it makes for this one.
+    torch.compiler.reset()
+    built: dict[str, Variant] = {}
+    left_out: list[LeftOut] = []
+    gate: Gate | None = None
+    for name in wanted:
+        progress(f"preparing {name}")
+        variant = peers.build(name, target)
+        if isinstance(variant, Variant):
+            gate = gate or Gate(target, eager=variant.output)
+            wrong = gate.wrong(variant.output)
+            variant = LeftOut(name, f"wrong answer: {wrong}") if wrong else variant
+        if isinstance(variant, LeftOut):
+            left_out.append(variant)
+        else:
+            built[name] = variant
+    args, kwargs = target.example()
+    calls = {name: _bound(variant.run, args, kwargs) for name, variant in built.items()}
+    ops = {name: dispatched_ops(calls[name]) for name in ALWAYS if name in calls}
+    race = interleaved(calls, clock=clock_for(_device(target)), effort=effort, progress=progress)
+    report = fxfuse.report(built["fxfuse"].run) if "fxfuse" in built else None
+    return Result(
+        label=label or target.name,
+        device=_device(target).type,
+        dtype=str(_dtype(target)).removeprefix("torch."),
+        timings=race.timings,
+        had_core=race.had_core,
+        setup_s={name: variant.setup_s for name, variant in built.items()},
+        left_out=tuple(left_out),
+        weaker_gate=gate.weaker if gate else "",
+        ops=ops,
+        fused=len(report.fused) if report else 0,
+        lowered=sum(event.kind == "lowered" for event in report.events) if report else 0,
+        kernels_saved=report.kernels_saved if report else 0,
+    )
+
+
+def dispatched_ops(call: Callable[[], object]) -> int:
+    """Operators that one call of ``call`` hands to the dispatcher itself; what these call in turn is not counted.
+
+    Taken from the profiler: a TorchDispatchMode would close the fast door of fused operators and count another run.
+    """
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it would log its start and stop on stderr
+    with torch.inference_mode(), torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        call()
+    return sum(event.cpu_parent is None and "::" in event.name for event in profile.events())
+
+
+def _bound(run: peers.Run, args: tuple[object, ...], kwargs: dict[str, object]) -> Callable[[], object]:
+    return lambda: run(*args, **kwargs)
+
+
+def _tensors(target: Target) -> list[torch.Tensor]:
+    leaves = torch.utils._pytree.tree_leaves(target.example())
+    return [*target.model.parameters(), *(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))]
+
+
+def _device(target: Target) -> torch.device:
+    return next((t.device for t in _tensors(target)), torch.device("cpu"))
+
+
+def _dtype(target: Target) -> torch.dtype:
+    return next((t.dtype for t in _tensors(target) if t.is_floating_point()), torch.get_default_dtype())

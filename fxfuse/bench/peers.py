@@ -1,0 +1,185 @@
+"""The columns of a benchmark: how each variant of a target is made, and why one may be missing.
+
+A builder takes a Target and returns what is called in the model's place. It raises DoesNotApply with the reason where
+it has nothing to offer. Adding a peer is one builder and one line in PEERS.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+import fxfuse
+from fxfuse.bench import models
+from fxfuse.bench.targets import Target
+from fxfuse.errors import FxfuseError
+
+Run = Callable[..., Any]
+
+
+class DoesNotApply(Exception):
+    """This peer has nothing to offer for this target; the text says why."""
+
+
+class TargetRaised(FxfuseError, RuntimeError):
+    """The target's own forward raised on its example inputs."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A column that can be timed."""
+
+    name: str
+    run: Run
+    setup_s: float
+    """Seconds from the model to the end of the first call: optimizing, compiling."""
+    output: Any
+    """What the first call returned."""
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """A column that cannot, and why."""
+
+    name: str
+    reason: str
+
+
+def build(name: str, target: Target) -> Variant | LeftOut:
+    """Make the variant ``name`` of ``target`` and call it once. Raises TargetRaised where the plain model raises."""
+    # A forward may write to its inputs; the next variant must meet them as they were.
+    args, kwargs = tree_map_only(Tensor, torch.clone, target.example())
+    start = time.perf_counter()
+    try:
+        run = PEERS[name](target)
+        with torch.inference_mode():
+            output = run(*args, **kwargs)
+    except DoesNotApply as reason:
+        return LeftOut(name, str(reason))
+    except Exception as error:
+        if name == "eager":
+            raise TargetRaised(f"{target.name}: the model's forward raised {one_line(error)}") from error
+        return LeftOut(name, f"raised {one_line(error)}")
+    return Variant(name, run, time.perf_counter() - start, output)
+
+
+def one_line(error: BaseException, *, named: bool = True, width: int = 300) -> str:
+    """The first line of an exception's text, after the name of its type if ``named``."""
+    text = f"{type(error).__name__}: {error}" if named else str(error)
+    first = text.strip().partition("\n")[0].rstrip()
+    return first if len(first) <= width else first[: width - 1] + "…"
+
+
+def _eager(target: Target) -> Run:
+    return target.model
+
+
+def _fxfuse(target: Target) -> Run:
+    args, kwargs = target.example()
+    optimized: nn.Module = fxfuse.optimize(target.model, example_inputs=args, example_kwargs=kwargs)
+    return optimized
+
+
+def _compile(target: Target) -> Run:
+    return torch.compile(target.model)
+
+
+def _compile_freezing(target: Target) -> Run:
+    # As an option and not through the global config: torch.compile reuses code between calls whose options are equal.
+    return torch.compile(target.model, options={"freezing": True})
+
+
+def _onednn(target: Target) -> Run:
+    args, kwargs = target.example()
+    by_hand = BY_HAND.get(type(target.model))
+    if by_hand is None or kwargs:
+        raise DoesNotApply("written by hand for the built-in MLPs only")
+    if args[0].device.type != "cpu":
+        raise DoesNotApply("oneDNN runs on the CPU")
+    if not (torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")):
+        raise DoesNotApply("this build of torch has no mkldnn::_linear_pointwise")
+    return by_hand(target.model)
+
+
+def _pointwise(x: Tensor, weight: Tensor, bias: Tensor | None, act: str = "none", how: str = "") -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, act, [], how)
+
+
+def _times(x: Tensor, other: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise.binary(x, other, weight, bias, "mul")
+
+
+def _geglu_by_hand(m: models.GegluMLP) -> Run:
+    gate, up, down = m.gate, m.up, m.down
+
+    def run(x: Tensor) -> Tensor:
+        g = _pointwise(x, gate.weight, gate.bias, "gelu", "tanh")
+        return _pointwise(_times(x, g, up.weight, up.bias), down.weight, down.bias)
+
+    return run
+
+
+def _swiglu_by_hand(m: models.SwigluMLP) -> Run:
+    gate, up, down = m.gate_proj, m.up_proj, m.down_proj
+
+    def run(x: Tensor) -> Tensor:
+        return _pointwise(_times(x, _pointwise(x, gate.weight, None, "swish"), up.weight, None), down.weight, None)
+
+    return run
+
+
+def _packed_by_hand(m: models.PackedGluMLP) -> Run:
+    gate, up = m.gate_up.weight.chunk(2)
+    down = m.down.weight
+
+    def run(x: Tensor) -> Tensor:
+        return _pointwise(_times(x, _pointwise(x, gate, None, "swish"), up, None), down, None)
+
+    return run
+
+
+def _two_linears(w1: Tensor, b1: Tensor, how: str, w2: Tensor, b2: Tensor) -> Run:
+    def run(x: Tensor) -> Tensor:
+        return _pointwise(_pointwise(x, w1, b1, "gelu", how), w2, b2)
+
+    return run
+
+
+def _ffn_by_hand(m: models.FeedForward) -> Run:
+    up, down = m.net[0], m.net[2]
+    assert isinstance(up, nn.Linear)
+    assert isinstance(down, nn.Linear)
+    return _two_linears(up.weight, up.bias, "none", down.weight, down.bias)
+
+
+def _matmul_add_by_hand(m: models.MatmulAddMLP) -> Run:
+    return _two_linears(m.w1.t(), m.b1, "none", m.w2.t(), m.b2)
+
+
+def _conv1d_by_hand(m: models.Conv1dMLP) -> Run:
+    return _two_linears(m.c_fc.weight.t(), m.c_fc.bias, "tanh", m.c_proj.weight.t(), m.c_proj.bias)
+
+
+BY_HAND: dict[type[nn.Module], Callable[[Any], Run]] = {
+    models.GegluMLP: _geglu_by_hand,
+    models.SwigluMLP: _swiglu_by_hand,
+    models.FeedForward: _ffn_by_hand,
+    models.MatmulAddMLP: _matmul_add_by_hand,
+    models.Conv1dMLP: _conv1d_by_hand,
+    models.PackedGluMLP: _packed_by_hand,
+}
+
+#: In the order of the columns; eager and fxfuse are in every run.
+PEERS: dict[str, Callable[[Target], Run]] = {
+    "eager": _eager,
+    "fxfuse": _fxfuse,
+    "compile": _compile,
+    "compile-freezing": _compile_freezing,
+    "onednn": _onednn,
+}

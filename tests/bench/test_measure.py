@@ -1,0 +1,161 @@
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fxfuse.bench import models, peers, render, targets
+from fxfuse.bench.gate import Gate
+from fxfuse.bench.measure import dispatched_ops, measure
+from fxfuse.bench.peers import TargetRaised
+from fxfuse.bench.targets import BadTarget, Target
+from fxfuse.bench.timer import Effort
+
+BRIEF = Effort(rounds=3, warmup_s=0.0, block_s=0.0)
+
+
+def small(model, *args):
+    return Target("small", model.eval(), args, {})
+
+
+@pytest.fixture
+def mlp():
+    torch.manual_seed(0)
+    return small(nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64)), torch.randn(8, 64))
+
+
+def test_a_wrong_answer_is_not_timed(mlp, monkeypatch):
+    calls = []
+
+    def off(*args):
+        calls.append(args)
+        return mlp.model(*args) * 1.001
+
+    monkeypatch.setitem(peers.PEERS, "compile", lambda _target: off)
+    result = measure(mlp, ["compile"], effort=BRIEF)
+    assert list(result.timings) == ["eager", "fxfuse"]
+    assert len(calls) == 1
+    (gone,) = result.left_out
+    assert gone.name == "compile"
+    assert gone.reason.startswith("wrong answer: ")
+
+
+def test_what_is_missing_is_named_with_its_reason(mlp, monkeypatch):
+    def breaks(_target):
+        raise RuntimeError("no compiler\nand a long story")
+
+    monkeypatch.setitem(peers.PEERS, "compile", breaks)
+    result = measure(mlp, ["compile", "onednn"], effort=BRIEF)
+    assert [(gone.name, gone.reason) for gone in result.left_out] == [
+        ("compile", "raised RuntimeError: no compiler"),
+        ("onednn", "written by hand for the built-in MLPs only"),
+    ]
+    assert "left out: compile: raised RuntimeError: no compiler" in render.table(result)
+
+
+def test_a_failing_fxfuse_is_said(mlp, monkeypatch):
+    monkeypatch.setitem(peers.PEERS, "fxfuse", lambda target: lambda x: target.model(x) + 1)
+    result = measure(mlp, [], effort=BRIEF)
+    assert result.fxfuse_failed
+    assert "left out: fxfuse: wrong answer" in render.table(result)
+    assert "—" in render.summary([result])
+
+
+def test_a_forward_that_writes_to_its_input_is_given_the_same_each_time():
+    class Shifts(nn.Module):
+        def forward(self, x):
+            return x.add_(1.0)
+
+    x = torch.zeros(3)
+    target = small(Shifts(), x)
+    for _ in range(2):
+        assert peers.build("eager", target).output.eq(1).all()
+    assert x.eq(0).all()
+
+
+def test_a_model_that_raises():
+    with pytest.raises(TargetRaised, match="small: the model's forward raised RuntimeError: mat1 and mat2"):
+        measure(small(nn.Linear(4, 4), torch.randn(2, 5)), [], effort=BRIEF)
+
+
+def test_a_model_without_tensors_in_its_output():
+    class Length(nn.Module):
+        def forward(self, x):
+            return x.shape[0]
+
+    with pytest.raises(BadTarget, match="returned no tensor"):
+        measure(small(Length(), torch.randn(2, 5)), [], effort=BRIEF)
+
+
+def test_json(mlp):
+    result = measure(mlp, [], label="one", effort=BRIEF)
+    document = json.loads(render.as_json([result], {"rows": 8}))
+    assert set(document) == {"schema", "machine", "versions", "settings", "results"}
+    assert document["schema"] == render.SCHEMA
+    assert set(document["machine"]) == {"system", "cpu", "cores", "threads", "gpu"}
+    assert set(document["versions"]) == {"python", "torch", "fxfuse"}
+    (one,) = document["results"]
+    assert (one["target"], one["device"], one["dtype"]) == ("one", "cpu", "float32")
+    assert [variant["name"] for variant in one["variants"]] == ["eager", "fxfuse"]
+    for variant in one["variants"]:
+        assert variant["rounds"] == 3
+        assert 0 < variant["p20_s"] <= variant["median_s"] <= variant["p80_s"]
+    eager, ours = one["variants"]
+    assert eager["speedup_over_eager"]["median"] == 1
+    assert ours["fxfuse_speedup"] == {"median": 1, "p20": 1, "p80": 1, "rankable": False}
+
+
+def test_ops_are_those_that_the_model_itself_dispatches():
+    gate, up, down = nn.Linear(8, 16), nn.Linear(8, 16), nn.Linear(16, 8)
+    x = torch.randn(2, 8)
+    assert dispatched_ops(lambda: down(F.gelu(gate(x), approximate="tanh") * up(x))) == 5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("cls", peers.BY_HAND)
+def test_the_onednn_column_computes_the_same(cls, dtype):
+    torch.manual_seed(0)
+    target = small(cls(64, 128).to(dtype), torch.randn(5, 64, dtype=dtype))
+    with torch.inference_mode():
+        eager = target.model(*target.args)
+        by_hand = peers.PEERS["onednn"](target)(*target.args)
+    gate = Gate(target, eager)
+    assert not gate.weaker
+    assert not gate.wrong(by_hand)
+    assert gate.wrong(by_hand * 1.5)
+
+
+def test_the_onednn_column_knows_every_built_in_mlp():
+    built = [built_in.build(1)[0] for built_in in models.BUILT_IN.values() if built_in.takes_rows]
+    assert {type(model) for model in built} == set(peers.BY_HAND)
+
+
+class Unexportable(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x):
+        return self.linear(x) if x.sum().item() > 0 else self.linear(-x)
+
+
+def test_the_gate_says_when_it_is_weaker():
+    torch.manual_seed(0)
+    target = small(Unexportable(), torch.randn(5, 64))
+    with torch.inference_mode():
+        eager = target.model(*target.args)
+    gate = Gate(target, eager)
+    assert "x.sum" in gate.weaker or "data-dependent" in gate.weaker
+    assert not gate.wrong(eager)
+    assert gate.wrong(eager * 1.001)
+
+
+def test_language_models_pass_the_whole_gate():
+    target = targets.load("gpt2-like", device="cpu")
+    with torch.inference_mode():
+        eager = target.model(*target.args)
+    gate = Gate(target, eager)
+    assert not gate.weaker
+    assert not gate.wrong(eager)
+    assert gate.wrong(eager * 1.01)

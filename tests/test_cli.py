@@ -1,0 +1,196 @@
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import fxfuse
+from fxfuse import cli
+from fxfuse.bench.models import BUILT_IN
+
+MODELS = """
+import torch
+from torch import nn
+
+def mlp():
+    return nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32)), (torch.randn(4, 32),)
+
+def alone():
+    return mlp()[0]
+
+def misfit():
+    return nn.Linear(8, 8), (torch.randn(4, 9),)
+
+def raises():
+    raise RuntimeError("no weights here\\nand a long story")
+"""
+
+
+@pytest.fixture
+def file(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    path = tmp_path / "models.py"
+    path.write_text(MODELS)
+    return path
+
+
+def asked_wrongly(capsys, *argv):
+    """The one line on stderr of a command that must exit with 2 and print nothing."""
+    assert cli.main(argv) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    (line,) = err.splitlines()
+    assert line.startswith("fxfuse: ")
+    return line
+
+
+def refused_by_the_parser(capsys, *argv):
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(argv)
+    assert exit_.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_list_names_every_built_in(capsys):
+    assert cli.main(["list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == list(BUILT_IN)
+    assert all(len(line.split()) > 3 for line in lines)
+
+
+def test_python_m_fxfuse():
+    done = subprocess.run([sys.executable, "-m", "fxfuse", "list"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("geglu-mlp")
+
+
+@pytest.mark.parametrize("command", ["explain", "bench"])
+@pytest.mark.parametrize(
+    ("target", "says"),
+    [
+        ("nothing", "'nothing' is neither a built-in target"),
+        ("no.such:thing", "importing no.such raised ModuleNotFoundError"),
+        ("{file}:absent", "has no 'absent'"),
+        ("{file}:raises", "raised RuntimeError: no weights here"),
+        ("{file}:misfit", "misfit: the model's forward raised RuntimeError: mat1 and mat2"),
+    ],
+)
+def test_one_clear_line(command, target, says, file, capsys):
+    assert says in asked_wrongly(capsys, command, target.format(file=file))
+
+
+def test_bench_says_that_inputs_are_missing(file, capsys):
+    line = asked_wrongly(capsys, "bench", f"{file}:alone")
+    assert "returned a model without example inputs" in line
+    assert "Return (model, args)" in line
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("command", ["explain", "bench"])
+def test_no_gpu(command, capsys):
+    assert "no CUDA device is available" in asked_wrongly(capsys, command, "ffn", "--device", "cuda")
+
+
+def test_traceback_on_request(file, capsys):
+    assert cli.main(["explain", f"{file}:raises", "--traceback"]) == 2
+    err = capsys.readouterr().err
+    assert "Traceback (most recent call last)" in err
+    assert "and a long story" in err
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["bench", "ffn", "--dtype", "int8"], "invalid choice: 'int8'"),
+        (["bench", "ffn", "--device", "tpu"], "invalid choice: 'tpu'"),
+        (["bench", "ffn", "--vs", "eager,tvm"], "no column 'tvm'; there are eager, fxfuse, compile"),
+        (["bench", "ffn", "--repeats", "0"], "'0' is not a positive whole number"),
+        (["bench", "ffn", "--rows", "-3"], "is not a positive whole number"),
+        (["bench"], "required: TARGET"),
+        (["train", "ffn"], "invalid choice: 'train'"),
+        ([], "required: COMMAND"),
+    ],
+)
+def test_the_parser_refuses(argv, says, capsys):
+    assert says in refused_by_the_parser(capsys, *argv)
+
+
+def test_explain(capsys):
+    assert cli.main(["explain", "geglu-mlp", "--device", "cpu", "--rows", "4"]) == 0
+    out = capsys.readouterr().out
+    assert "GegluMLP" in out
+    assert "gated_linear" in out
+
+
+def test_explain_json_is_the_report(capsys):
+    assert cli.main(["explain", "geglu-mlp", "--device", "cpu", "--rows", "4", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert "gated_linear" in {event["rule"] for event in document["events"] if event["kind"] == "fused"}
+
+
+def test_explain_verbose_shows_the_rewritten_code(capsys):
+    assert cli.main(["explain", "ffn", "--device", "cpu", "--rows", "4", "--verbose"]) == 0
+    assert "def forward(self" in capsys.readouterr().out
+
+
+def test_explain_needs_no_inputs(file, capsys):
+    assert cli.main(["explain", f"{file}:alone"]) == 0
+    assert "linear_act" in capsys.readouterr().out
+
+
+def test_bench_prints_a_table_for_each_target_and_one_over_all(file, capsys):
+    assert cli.main(["bench", f"{file}:mlp", "ffn", "--vs", "eager", "--rows", "2", "--device", "cpu", "--quick"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("x eager") == 3  # two tables and the legend
+    assert out.count("vs eager") == 1
+    assert out.index(f"{file}:mlp  (cpu, float32)") < out.index("ffn  (cpu, float32)") < out.index("vs eager")
+
+
+def test_json_on_stdout_is_alone(file, capsys):
+    assert cli.main(["bench", f"{file}:mlp", "--vs", "eager", "--repeats", "2", "--quick", "--json", "-"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["settings"]["rounds"] == 2
+    assert [result["target"] for result in document["results"]] == [f"{file}:mlp"]
+
+
+def test_json_in_a_file(file, tmp_path, capsys):
+    out = tmp_path / "out.json"
+    assert cli.main(["bench", f"{file}:mlp", "--vs", "eager", "--quick", "--json", str(out)]) == 0
+    assert "vs eager" in capsys.readouterr().out
+    assert json.loads(out.read_text())["schema"] == 1
+
+
+def test_the_json_folder_is_looked_for_before_measuring(file, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(cli, "measure", lambda *_args, **_kwargs: pytest.fail("measured"))
+    line = asked_wrongly(capsys, "bench", f"{file}:mlp", "--json", str(tmp_path / "absent" / "out.json"))
+    assert "there is no such folder" in line
+
+
+def test_interrupted_prints_what_was_finished(file, capsys, monkeypatch):
+    real, seen = cli.measure, []
+
+    def second_is_interrupted(target, *args, **kwargs):
+        seen.append(target.name)
+        if len(seen) == 2:
+            raise KeyboardInterrupt
+        return real(target, *args, **kwargs)
+
+    monkeypatch.setattr(cli, "measure", second_is_interrupted)
+    assert cli.main(["bench", f"{file}:mlp", "ffn", "--vs", "eager", "--quick"]) == 130
+    out, err = capsys.readouterr()
+    assert err == "fxfuse: interrupted\n"
+    assert f"{file}:mlp  (cpu, float32)" in out
+    assert "vs eager" in out
+
+
+def test_threads_are_put_back(file):
+    before = torch.get_num_threads()
+    assert cli.main(["bench", f"{file}:mlp", "--vs", "eager", "--quick", "--threads", str(before + 1)]) == 0
+    assert torch.get_num_threads() == before
+
+
+def test_a_wrong_answer_is_an_exit_code(file, monkeypatch, capsys):
+    monkeypatch.setattr(fxfuse, "optimize", lambda _model, **_kwargs: lambda x: x)
+    assert cli.main(["bench", f"{file}:mlp", "--vs", "eager", "--quick"]) == 1
+    assert "left out: fxfuse: wrong answer" in capsys.readouterr().out

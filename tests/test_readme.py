@@ -1,0 +1,31 @@
+"""The two commands of the README are what CI runs."""
+
+import re
+from pathlib import Path
+
+from fxfuse.bench.models import BUILT_IN
+
+ROOT = Path(__file__).parents[1]
+COMMANDS = re.findall(r"^python3 -m venv .*$", (ROOT / "README.md").read_text(), re.MULTILINE)
+CI = (ROOT / ".ci" / "run").read_text()
+
+
+def test_there_are_two_commands_and_both_begin_alike():
+    bench, tests = COMMANDS
+    set_up = "python3 -m venv .venv && .venv/bin/pip install -q torch==2.13.0 && .venv/bin/pip install -q -e "
+    assert bench.startswith(set_up)
+    assert tests.startswith(set_up)
+
+
+def test_ci_runs_the_readmes_test_command_and_has_none_of_its_own():
+    extraction = re.search(r"grep -E '(.*)' README.md", CI)
+    assert extraction
+    assert [line for line in COMMANDS if re.search(extraction[1], line)] == [COMMANDS[1]]
+    assert "pytest" not in CI.replace(extraction[1], "")
+
+
+def test_ci_runs_the_readmes_main_job_quickly():
+    main_job = COMMANDS[0].rpartition(" && ")[2]
+    assert main_job.split()[:2] == [".venv/bin/fxfuse", "bench"]
+    assert set(main_job.split()[2:]) <= set(BUILT_IN)
+    assert f"\n{main_job} --quick\n" in CI
