@@ -115,31 +115,28 @@ def _share(error: Tensor, allowed: Tensor) -> Tensor:
     return torch.where(error == 0, torch.zeros_like(error), error / allowed)
 
 
+# fmt: off
 # What the reference knows of an op, by its plain name; see `reference` for what it means.
-_MULTILINEAR = frozenset(
-    {
-        "linear", "matmul", "mm", "bmm", "mv", "addmm", "baddbmm", "einsum", "tensordot", "conv1d",
-        "conv2d", "conv3d", "bilinear",
-    }
-)
+_MULTILINEAR = frozenset({
+    "linear", "matmul", "mm", "bmm", "mv", "addmm", "baddbmm", "einsum", "tensordot", "conv1d",
+    "conv2d", "conv3d", "bilinear",
+})
 _BOUNDED = frozenset({"sigmoid", "tanh", "hardsigmoid", "hardtanh"})
-_ACTIVATIONS = _BOUNDED | frozenset(
-    {
-        "relu", "relu6", "gelu", "silu", "leaky_relu", "leakyrelu", "elu", "hardswish", "softplus", "mish",
-        "clamp", "clip", "clamp_min", "clamp_max",
-    }
-)
-_ARITHMETIC = frozenset({"add", "sub", "mul", "div", "neg", "pow", "square"})
+_ACTIVATIONS = _BOUNDED | frozenset({
+    "relu", "relu6", "gelu", "silu", "leaky_relu", "leakyrelu", "elu", "hardswish", "softplus", "mish",
+    "quick_gelu", "clamp", "clip", "clamp_min", "clamp_max",
+})
+_ARITHMETIC = frozenset({"add", "sub", "mul", "div", "neg", "pow", "square", "relu2"})
 # Views, and what else is linear with coefficients that are not negative.
-_SAME = frozenset(
-    {
-        "view", "reshape", "view_as", "reshape_as", "transpose", "t", "permute", "swapaxes", "swapdims",
-        "movedim", "flatten", "unflatten", "ravel", "chunk", "split", "tensor_split", "unbind", "narrow",
-        "select", "getitem", "index_select", "squeeze", "unsqueeze", "expand", "expand_as", "repeat", "cat",
-        "concat", "stack", "contiguous", "clone", "detach", "to", "type_as", "float", "double", "half",
-        "bfloat16", "getattr", "identity", "dropout", "sum", "mean",
-    }
-)
+_SAME = frozenset({
+    "view", "unsafe_view", "alias", "slice", "to_copy", "reshape", "view_as", "reshape_as", "transpose", "t",
+    "permute", "swapaxes", "swapdims",
+    "movedim", "flatten", "unflatten", "ravel", "chunk", "split", "tensor_split", "unbind", "narrow",
+    "select", "getitem", "index_select", "squeeze", "unsqueeze", "expand", "expand_as", "repeat", "cat",
+    "concat", "stack", "contiguous", "clone", "detach", "to", "type_as", "float", "double", "half",
+    "bfloat16", "getattr", "identity", "dropout", "sum", "mean",
+})
+# fmt: on
 _OPERATORS = {"iadd": "add", "isub": "sub", "imul": "mul", "itruediv": "div", "imatmul": "matmul", "ipow": "pow"}
 _ALIASES = _OPERATORS | {"subtract": "sub", "multiply": "mul", "truediv": "div", "divide": "div", "negative": "neg"}
 
@@ -161,7 +158,8 @@ def reference(
     interpreter = _Reference(graph_module)
     with torch.no_grad():
         r = interpreter.run(*_positional(graph_module.graph, args, kwargs or {}))
-    return r, interpreter.magnitudes[graph_module.graph.output_node()]
+    graph = graph_module.graph
+    return r, graph.process_outputs(interpreter.magnitudes[graph.output_node()])
 
 
 def _positional(graph: fx.Graph, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
@@ -233,9 +231,9 @@ class _Reference(fx.Interpreter):
 
     def _from_inputs(self, n: fx.Node) -> Any:
         """The magnitude of n's output where it follows from n's inputs, else None."""
-        name = self._op_name(n).rstrip("_")
+        name = self._op_name(n).strip("_")
         name = _ALIASES.get(name, name)
-        args, kwargs = fx.map_arg((n.args, n.kwargs), self.magnitudes.__getitem__)
+        args, kwargs = self._magnitudes_of(n)
         if name in _SAME:
             return self._rerun(n, args, kwargs)
         if name in _ACTIVATIONS:
@@ -245,10 +243,16 @@ class _Reference(fx.Interpreter):
             args, kwargs = tree_map(_absolute, self.map_nodes_to_values((n.args, n.kwargs), n))
             return self._rerun(n, args, {key: abs(v) if key in ("alpha", "beta") else v for key, v in kwargs.items()})
         if name in _ARITHMETIC:
-            values = self.map_nodes_to_values([*n.args, *n.kwargs.values()], n)
-            scales = [s if isinstance(s, Tensor) else _absolute(s) for s in [*args, *kwargs.values()]]
-            return _arithmetic(name, values, scales, abs(n.kwargs.get("alpha", 1)))
+            values: Any = self.map_nodes_to_values([*n.args, *n.kwargs.values()], n)
+            scales = [abs(scale) for scale in [*args, *kwargs.values()] if isinstance(scale, Tensor | int | float)]
+            return _arithmetic(name, values, scales, abs(kwargs.get("alpha", 1)))
         return None
+
+    def _magnitudes_of(self, n: fx.Node) -> tuple[Any, Any]:
+        """n.args and n.kwargs with the magnitude of each node in its place."""
+        args: Any = fx.map_arg(n.args, self.magnitudes.__getitem__)
+        kwargs: Any = fx.map_arg(n.kwargs, self.magnitudes.__getitem__)
+        return args, kwargs
 
     def _rerun(self, n: fx.Node, args: Any, kwargs: Any) -> Any:
         """n's op on other operands; a leaf module with the absolute values of its parameters."""
@@ -263,7 +267,7 @@ def _arithmetic(name: str, values: list[Any], scales: list[Any], alpha: float) -
         return scales[0]
     if name in ("add", "sub"):
         return scales[0] + alpha * scales[1]
-    if name in ("pow", "square"):
+    if name in ("pow", "square", "relu2"):
         a, exponent = (*values, 2)[:2]
         if isinstance(exponent, Tensor) or not isinstance(a, Tensor):
             return None
