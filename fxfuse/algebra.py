@@ -80,14 +80,15 @@ def _step(call: Call, x: fx.Node, seen: list[fx.Node]) -> Polynomial | None:
             result = _times(result, a)
         return result
     b = polynomial(call.args["other"], x, seen)
-    if b is None or call.args.get("alpha", 1) != 1:
+    alpha = call.args.get("alpha", 1)
+    if b is None or not isinstance(alpha, Real):
         return None
     if call.name == "mul":
         return _times(a, b)
     if call.name == "div":
         return {p: c / b[0] for p, c in a.items()} if set(b) == {0} and b[0] else None
-    sign = 1 if call.name == "add" else -1
-    return {p: a.get(p, 0.0) + sign * b.get(p, 0.0) for p in {*a, *b}}
+    scale = float(alpha) if call.name == "add" else -float(alpha)
+    return {p: a.get(p, 0.0) + scale * b.get(p, 0.0) for p in {*a, *b}}
 
 
 def _times(a: Polynomial, b: Polynomial) -> Polynomial:

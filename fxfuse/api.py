@@ -11,11 +11,10 @@ import torch
 from torch import fx, nn
 
 from fxfuse import engine, errors
-from fxfuse.capture import build
+from fxfuse.capture import build, copies
 from fxfuse.capture import region as regions
 from fxfuse.capture.tree import ROOT
 from fxfuse.facts import Fact
-from fxfuse.normalise import normalise
 from fxfuse.options import Options
 from fxfuse.passes import DEFAULT
 from fxfuse.report import RegionInfo, Report
@@ -42,7 +41,7 @@ def optimize(
         options: an ``Options``; ``changes`` are fields of it that differ, as in ``optimize(model, inplace=True)``.
 
     Raises:
-        TypeError: ``model`` is nothing of these. ``errors.UnsupportedModel``: it is scripted, quantised or on meta.
+        TypeError: ``model`` is nothing of these. ``errors.UnsupportedModel``: it is scripted.
         ``errors.NothingFused``: under ``strict={"fuse"}``. The model is then as it was.
 
     Where the forward raises on the example, an ``errors.ExampleWarning`` says so and the model is captured without it.
@@ -89,7 +88,7 @@ def rewrite(
         name: Fact.of(v) if isinstance(v, torch.Tensor) else v for name, v in zip(placeholders, values, strict=False)
     }
     before = len(new.graph.nodes)
-    normalise(new, build.untouched, training=gm.training)
+    build.normalised(new, training=gm.training)
     rewriting = engine.run(new, DEFAULT, options, "", facts)
     report.events = rewriting.events
     report.regions.append(RegionInfo("", type(gm).__name__, before, len(new.graph.nodes), installed=True))
@@ -118,9 +117,10 @@ def restore(model: M) -> M:
     for path, module in found:
         if not regions.intact(module):
             raise errors.restore_refused(path)
+    model.__dict__.pop(ROOT)
+    copies.release(model)
     for _, module in found:
         regions.uninstall(module)
-    model.__dict__.pop(ROOT)
     installed.regions.clear()
     return model
 

@@ -8,6 +8,7 @@ Which functions write or share memory is read off PyTorch's own operator schemas
 from __future__ import annotations
 
 import functools
+import inspect
 import operator
 from collections.abc import Collection, Iterable
 from typing import Any
@@ -15,6 +16,8 @@ from typing import Any
 import networkx as nx
 import torch
 from torch import fx, nn
+
+from fxfuse.spellings import spell
 
 OUTSIDE = "memory of the caller and of the model"
 """Arguments, parameters and buffers may all share memory with each other, so they count as one."""
@@ -62,13 +65,15 @@ def _effect(node: fx.Node, module: nn.Module | None) -> tuple[str, bool]:
             return "anything", True
         steps = module.training and isinstance(module, nn.modules.batchnorm._NormBase)
         return ("anything" if steps else "first" if getattr(module, "inplace", False) else "nothing"), True
+    if _idle_dropout(node):
+        return "nothing", True
     name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
     assert isinstance(name, str)
-    if node.target in _INPLACE_OPERATORS or node.target is operator.setitem or node.kwargs.get("inplace") is True:
+    if node.target in _INPLACE_OPERATORS or node.target is operator.setitem or _inplace(node):
         return "first", True
     if node.target in _PURE_OPERATORS or (getattr(node.target, "__module__", None) or "").startswith("fxfuse.ops"):
         return "nothing", False
-    if "out" in node.kwargs:
+    if node.kwargs.get("out") is not None:
         return "anything", True
     if isinstance(node.target, torch._ops.OpOverload):
         name = node.target._opname
@@ -78,6 +83,31 @@ def _effect(node: fx.Node, module: nn.Module | None) -> tuple[str, bool]:
     if effect is None:
         return ("first" if name.endswith("_") and not name.endswith("__") else "nothing"), True
     return ("first" if effect[0] else "nothing"), effect[1]
+
+
+@functools.cache
+def _inplace_position(function: Any) -> int | None:
+    """Where ``function`` takes ``inplace``, as torch.nn.functional does; None where it does not."""
+    try:
+        names = list(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return None
+    return names.index("inplace") if "inplace" in names else None
+
+
+def _idle_dropout(node: fx.Node) -> bool:
+    """A dropout that drops nothing returns its input, and writes nothing even where it is told to work in place."""
+    call = spell(node)
+    return call is not None and call.name == "dropout" and (call.args["training"] is False or call.args["p"] == 0)
+
+
+def _inplace(node: fx.Node) -> bool:
+    if "inplace" in node.kwargs:
+        return node.kwargs["inplace"] is not False
+    if node.op != "call_function" or isinstance(node.target, torch._ops.OpOverload):
+        return False
+    position = _inplace_position(node.target)
+    return position is not None and position < len(node.args) and node.args[position] is not False
 
 
 def _known_function(target: Any) -> bool:
@@ -150,7 +180,11 @@ class Dependence:
             for node, memory in table.items():
                 if root in memory and node is not root:
                     table[node] = memory - {root} | self.memory[new]
-        for node in old:
+        self.forget(old)
+
+    def forget(self, nodes: Iterable[fx.Node]) -> None:
+        """Nodes are gone from the graph."""
+        for node in nodes:
             self.position.pop(node, None)
             self.memory.pop(node, None)
             self.writes.pop(node, None)

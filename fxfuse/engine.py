@@ -6,6 +6,7 @@ difference, put the replacement at the root's place, and note what was done or w
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -63,17 +64,26 @@ def run(
     examples: dict[str, Any] | None = None,
 ) -> Rewriting:
     """Apply ``passes`` to ``gm`` in place. ``examples``: placeholder name -> Fact, where a call was recorded."""
+    _merge_reads(gm.graph)
     work = _Run(gm, options, region, Facts(gm, examples))
+    work.drop_dead()
     for rule in passes:
         if rule.name not in options.exclude:
             work.apply(rule)
-    gm.graph.eliminate_dead_code(is_impure_node=work.impure)
-    work.lint("dead code elimination")
     gm.recompile()
     alive = {n.name for n in gm.graph.nodes}
     result = work.result
     result.events = [e for e in result.events if e.kind != "kept" or e.nodes[0] in alive]
     return result
+
+
+def _merge_reads(graph: fx.Graph) -> None:
+    """One node for each parameter, however often it is read: all of them are the same tensor."""
+    reads: dict[str, fx.Node] = {}
+    for node in list(graph.nodes):
+        if node.op == "get_attr" and reads.setdefault(str(node.target), node) is not node:
+            node.replace_all_uses_with(reads[str(node.target)])
+            graph.erase_node(node)
 
 
 class _Run:
@@ -86,12 +96,22 @@ class _Run:
         """Whether a node must stay although nobody reads it."""
         return node.is_impure() or node in self.dependence.writes or _random(node)
 
+    def drop_dead(self) -> None:
+        """Erase what nobody reads, so that it is no reader of what it was computed from."""
+        dead = []
+        for node in reversed(self.gm.graph.nodes):
+            if not node.users and node.op not in ("placeholder", "output") and not self.impure(node):
+                self.gm.graph.erase_node(node)
+                dead.append(node)
+        self.dependence.forget(dead)
+
     def apply(self, rule: Rule) -> None:
         alternatives = rule.alternatives()
         for _ in range(SWEEPS):
             # Program order, so that inner matches come first; on a list, since rewriting inserts nodes.
             if not sum(self.attempt(rule, alternatives, node) for node in list(self.gm.graph.nodes)):
                 break
+            self.drop_dead()
         else:
             raise errors.rewrite_failed(rule.form, RuntimeError(f"it still found work after {SWEEPS} sweeps"))
         self.lint(rule.form)
@@ -116,17 +136,22 @@ class _Run:
                 for name in rule.operands():
                     m.bindings.setdefault(name, None)
                 rule.check(m)
+            except NoMatch as miss:
+                misses.append(miss)
+                continue
+            try:
                 self.check_surroundings(m)
                 self.check_aliasing(rule, m)
                 if rule.numerics == "fused" and self.options.numerics == "exact":
                     raise NoMatch("numerics='exact' forbids rounding at other places", node=node, candidate=True)
             except NoMatch as miss:
-                misses.append(miss)
+                if rule.kind == "fused":  # a clean-up that cannot be had is worth no line; what it would have led to is
+                    misses.append(miss)
                 continue
             self.rewrite(rule, m)
             return True
         refusal = max(misses, key=lambda miss: (miss.candidate, miss.depth), default=None)
-        if refusal and refusal.candidate and rule.kind == "fused":
+        if refusal and refusal.candidate:
             self.note(
                 Event(
                     "kept",
@@ -160,9 +185,10 @@ class _Run:
                     raise NoMatch("{} is written by {}", node, user, node=node, candidate=True)
                 raise NoMatch("{} is read by {} as well", node, user, node=node, candidate=True)
         # An in-place spelling inside the match is harmless where it writes memory that the match itself made.
-        made = {n for n in inside if not self.writes_outside(n, inside)}
-        for node in inside - made:
-            raise NoMatch("{} writes {} in place", node, node.all_input_nodes[0], node=node, candidate=True)
+        for node in m.nodes:
+            if self.writes_outside(node, inside):
+                written = node.kwargs.get("out", node.all_input_nodes[0])
+                raise NoMatch("{} writes {} in place", node, written, node=node, candidate=True)
         read = inside | {arg for n in inside for arg in n.all_input_nodes}
         writer = self.dependence.writer_between(inside, m.root, read)
         if writer is not None:
@@ -178,6 +204,11 @@ class _Run:
         if rule.unites is None:
             return
         kept = m.bindings[rule.unites]
+        writer = self.dependence.writer_between({kept, m.root}, m.root, [kept, *m.root.all_input_nodes])
+        if writer is not None:
+            raise NoMatch(
+                "{} writes, between {} and {}, what both read", writer, kept, m.root, node=writer, candidate=True
+            )
         for node in (m.root, kept):
             if self.dependence.written_later(node):
                 raise NoMatch("{} is written later", node, node=node, candidate=True)
@@ -233,9 +264,9 @@ class _Run:
         inputs = node.all_input_nodes
         if all(n in self.facts.static for n in inputs):
             self.facts.static.add(node)
-            if node.target is torch.t and inputs[0] in self.facts.known:
-                old = self.facts.known[inputs[0]]
-                self.facts.known[node] = type(old)(old.shape[::-1], old.dtype, old.device)
+        if node.target is torch.t and inputs[0] in self.facts.known:
+            old = self.facts.known[inputs[0]]
+            self.facts.known[node] = type(old)(old.shape[::-1], old.dtype, old.device)
 
     def bytes_between(self, m: Match) -> int | None:
         """Bytes to and from memory for the values inside the match, where the example tells their sizes."""
@@ -254,6 +285,8 @@ def kernels_of(node: fx.Node) -> int:
     if node.op not in ("call_function", "call_method", "call_module"):
         return 0
     call = spell(node)
+    if call is None and node.target is operator.floordiv:  # h.shape[-1] // 2 is arithmetic of the host
+        return int(any(map(kernels_of, node.all_input_nodes)))
     return 0 if call is not None and call.name in _NO_KERNEL else 1
 
 
@@ -272,7 +305,9 @@ def _random(node: fx.Node) -> bool:
 
 def source_of(node: fx.Node, otherwise: fx.Node | None = None) -> str:
     """``file:line: code`` of the user's statement that a node was traced from, or ""."""
-    return node.meta.get("source", "") or (otherwise.meta.get("source", "") if otherwise is not None else "")
+    # Where a parameter is read says less than where it is used.
+    found = node.meta.get("source", "") if node.op != "get_attr" else ""
+    return found or (otherwise.meta.get("source", "") if otherwise is not None else "")
 
 
 def target_name(node: fx.Node) -> str:

@@ -12,7 +12,7 @@ class NotOptimizable(FxfuseError, TypeError):
 
 
 class UnsupportedModel(FxfuseError, ValueError):
-    """The model is a module, but one that fxfuse must leave alone (scripted, quantised, on meta, ...)."""
+    """The model is a module, but one that fxfuse must leave alone: a scripted one."""
 
 
 class ExampleWarning(UserWarning):

@@ -90,6 +90,38 @@ class Facts:
         if old in self.static:
             self.static.add(new)
 
+    def given(self, node: Any) -> fx.Node | None:
+        """The node whose shape settles that of ``node``, or None for everything that is computed from the input.
+
+        That is ``node`` itself where it depends on no placeholder, or the one placeholder that it is a view of.
+        """
+        while isinstance(node, fx.Node) and node not in self.static and node.op != "placeholder":
+            call = spell(node)
+            view = call is not None and (
+                call.name in _VIEWS or (call.name == "getattr" and call.args["name"] in _TRANSPOSED)
+            )
+            if not view or len(node.all_input_nodes) != 1:
+                return None
+            node = node.all_input_nodes[0]
+        return node if isinstance(node, fx.Node) else None
+
+    def is_floating(self, node: Any) -> bool:
+        """Whether a value is known to be floating point, whatever the input is."""
+        if node in self.static:
+            return self._known_floating(node)
+        call = spell(node)
+        if call is None:
+            return False
+        if call.name in _WEIGHTS:  # both operands of a product have one dtype
+            return any(self._known_floating(call.args[name]) for name in _WEIGHTS[call.name])
+        if call.name in ("add", "sub", "mul", "div"):
+            return self.is_floating(call.args["input"]) or self.is_floating(call.args["other"])
+        return call.name in _SAME_DTYPE and self.is_floating(call.args.get("input", call.args.get("tensor")))
+
+    def _known_floating(self, node: Any) -> bool:
+        fact = self.get(node)
+        return fact is not None and self.given(node) is not None and fact.dtype.is_floating_point
+
     def rank(self, node: Any) -> int | fx.Node | None:
         """The rank of a value: a number where the graph fixes it, a placeholder that has the same rank, or None."""
         if not isinstance(node, fx.Node):
@@ -119,6 +151,17 @@ class Facts:
         return None
 
 
+_VIEWS = {"t", "transpose", "permute", "reshape", "flatten", "unflatten", "contiguous", "getitem"}
+_WEIGHTS = {
+    "linear": ("weight",),
+    "matmul": ("input", "other"),
+    "mm": ("input", "mat2"),
+    "addmm": ("mat1", "mat2"),
+    "einsum": ("input", "other"),
+    "tensordot": ("a", "b"),
+}
+_SAME_DTYPE = _VIEWS | {*ACTIVATIONS, "dropout", "glu", "chunk", "split", "split_with_sizes", "narrow"}
+_TRANSPOSED = {"T", "mT", "H", "mH"}
 _SAME_RANK = {
     *ACTIVATIONS,
     "dropout",

@@ -88,6 +88,14 @@ class Match:
     def fact(self, name: str) -> Fact | None:
         return self.facts.get(self.bindings[name])
 
+    def given(self, name: str) -> fx.Node | None:
+        """The parameter or argument that settles the operand's shape (``Facts.given``); None for an activation."""
+        found, projected = self.facts.given(self.bindings[name]), self.bindings.get("x")
+        if found is None or found in self.facts.static:
+            return found
+        # What the projection is applied to varies from call to call, so its shape is none to count on.
+        return None if projected in self.facts.static or _depends(projected, found) else found
+
     def require_rank(self, name: str, rank: int, reason: str) -> None:
         """Refuse unless the operand has ``rank`` dimensions, or is an argument that can be checked at every call."""
         known = self.facts.rank(self.bindings[name])
@@ -127,11 +135,37 @@ class Match:
             self.require(fact is not None, "{} is computed by {}, whose shape is not known", what, node, at=name)
             assert fact is not None
             return fact
-        self.require(node.op == "placeholder", "{} is an activation ({})", what, node, at=name)
-        self.require(fact is not None, "{} is an argument of unknown shape; example inputs would tell", what, at=name)
+        argument = self.given(name)
+        self.require(argument is not None, "{} is an activation ({})", what, node, at=name)
+        assert argument is not None
+        source = self.facts.get(argument)
+        known = fact is not None and source is not None
+        self.require(known, "{} is an argument of unknown shape; example inputs would tell", what, at=name)
         assert fact is not None
-        self.shapes[node] = fact.shape
+        assert source is not None
+        self.shapes[argument] = source.shape
         return fact
+
+
+def _depends(value: Any, on: fx.Node) -> bool:
+    """Whether ``value`` is ``on``, or computed from it."""
+    seen, waiting = set(), [value]
+    while waiting:
+        node = waiting.pop()
+        if node is on:
+            return True
+        if isinstance(node, fx.Node) and node not in seen:
+            seen.add(node)
+            waiting += _data(node)
+    return False
+
+
+def _data(node: fx.Node) -> list[fx.Node]:
+    """The operands of a node, but of a projection only what it projects: a weight may serve two layers in a row."""
+    call = spell(node)
+    product = call is not None and call.name in ("linear", "matmul", "mm")
+    own = (getattr(node.target, "__module__", None) or "").startswith("fxfuse.ops")
+    return node.all_input_nodes[:1] if product or own else node.all_input_nodes
 
 
 def _dtype(dtype: torch.dtype) -> str:

@@ -8,6 +8,7 @@ linear layer |x| |W|^T + |b|), with eps of y's dtype:
 In float64 eager is the reference: r = e. NaN and inf stand where eager has them and nowhere else.
 """
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -75,11 +76,11 @@ def excess(y: Tensor, e: Tensor, r: Tensor, magnitude: Tensor) -> Verdict:
 
 
 def judge(y: Any, e: Any, r: Any, magnitude: Any) -> Verdict:
-    """`excess` over equal structures (tuples, lists, dicts) of tensors: the first that is wrong, or the closest call.
+    """`excess` over equal structures (tuples, dicts, dataclasses, ...) of tensors: the first wrong, or the closest call.
 
     What is no tensor must be equal.
     """
-    flats = [tree_flatten(tree) for tree in (y, e, r, magnitude)]
+    flats = [tree_flatten(_opened(tree)) for tree in (y, e, r, magnitude)]
     if flats[0][1] != flats[1][1]:
         return Verdict(f"the output is {flats[0][1]}, eager's is {flats[1][1]}", float("inf"), float("inf"))
     verdict = Verdict()
@@ -92,6 +93,15 @@ def judge(y: Any, e: Any, r: Any, magnitude: Any) -> Verdict:
             return Verdict(f"output {index}: {one.reason}", one.norm_used, one.element_used)
         verdict = max(verdict, one, key=lambda v: max(v.norm_used, v.element_used))
     return verdict
+
+
+def _opened(tree: Any) -> Any:
+    """Dataclasses as dicts of their fields; pytree takes those that nobody registered for leaves."""
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, dict | type):
+        return {field.name: _opened(getattr(tree, field.name)) for field in dataclasses.fields(tree)}
+    if type(tree) in (tuple, list):
+        return type(tree)(map(_opened, tree))
+    return {key: _opened(value) for key, value in tree.items()} if type(tree) is dict else tree
 
 
 def _equal(y: Tensor, e: Tensor) -> Verdict:
@@ -186,7 +196,7 @@ class _Reference(fx.Interpreter):
         if n.op == "output":
             magnitude = fx.map_arg(n.args[0], self.magnitudes.__getitem__)
         elif magnitude is None:
-            magnitude = tree_map(_absolute if n.op in ("placeholder", "get_attr") else _row_scale, value)
+            magnitude = tree_map(_absolute if n.op in ("placeholder", "get_attr") else _row_scale, _opened(value))
         elif isinstance(value, Tensor):
             # sigmoid(0) is 1/2 though the magnitude of 0 is 0.
             magnitude = torch.maximum(magnitude, value.abs())
@@ -236,6 +246,10 @@ class _Reference(fx.Interpreter):
         args, kwargs = self._magnitudes_of(n)
         if name in _SAME:
             return self._rerun(n, args, kwargs)
+        if dataclasses.is_dataclass(n.target):  # a graph builds it from keywords
+            return kwargs
+        if name == "glu":
+            return self._glu(n)
         if name in _ACTIVATIONS:
             scale = args[0] if args else kwargs["input"]
             return scale.clamp(max=1) if name in _BOUNDED else scale
@@ -244,9 +258,18 @@ class _Reference(fx.Interpreter):
             return self._rerun(n, args, {key: abs(v) if key in ("alpha", "beta") else v for key, v in kwargs.items()})
         if name in _ARITHMETIC:
             values: Any = self.map_nodes_to_values([*n.args, *n.kwargs.values()], n)
+            if not any(isinstance(value, Tensor) for value in values):
+                return None  # arithmetic on sizes
             scales = [abs(scale) for scale in [*args, *kwargs.values()] if isinstance(scale, Tensor | int | float)]
             return _arithmetic(name, values, scales, abs(kwargs.get("alpha", 1)))
         return None
+
+    def _glu(self, n: fx.Node) -> Tensor:
+        """a * sigmoid(b), where the error of the sigmoid is at most that of b, and at most 1."""
+        dim = n.args[1] if len(n.args) > 1 else n.kwargs.get("dim", -1)
+        source: Any = n.args[0] if n.args else n.kwargs["input"]
+        (a, _), (scale, of_gate) = (t.chunk(2, dim) for t in (self.env[source], self.magnitudes[source]))
+        return scale + a.abs() * of_gate.clamp(max=1)
 
     def _magnitudes_of(self, n: fx.Node) -> tuple[Any, Any]:
         """n.args and n.kwargs with the magnitude of each node in its place."""

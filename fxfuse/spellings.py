@@ -50,7 +50,7 @@ class Call:
     node: fx.Node
     args: dict[str, Any]
     writes: bool = False
-    """The spelling writes its first operand."""
+    """The spelling writes its first operand, or the tensor given as ``out``."""
 
     @property
     def name(self) -> str:
@@ -230,7 +230,7 @@ _BY_METHOD = {name: (op, False) for op in OPS.values() for name in op.methods} |
 }
 
 # Tensor.softplus and Tensor.glu do not exist; relu, sigmoid and tanh do, the other activations are functions only.
-_KEYWORD_ALIASES = {"mat2": "other", "tensors": "input", "self": "input", "x": "input"}
+_KEYWORD_ALIASES = {"mat2": "other", "tensors": "input", "self": "input", "x": "input", "train": "training"}
 
 
 def spell(node: Any) -> Call | None:
@@ -247,7 +247,10 @@ def spell(node: Any) -> Call | None:
     args = _named(op, node)
     if args is None:
         return None
-    return Call(op, node, args, writes or args.pop("inplace", False) is True)
+    writes = writes or args.pop("inplace", False) is True or node.kwargs.get("out") is not None
+    if op.name in ("clamp", "clamp_min") and args["min"] == 0 and args.get("max") is None:
+        op, args = OPS["relu"], {"input": args["input"]}
+    return Call(op, node, args, writes)
 
 
 def _named(op: Op, node: fx.Node) -> dict[str, Any] | None:
@@ -258,19 +261,23 @@ def _named(op: Op, node: fx.Node) -> dict[str, Any] | None:
     if op.name in ("reshape", "permute", "unflatten") and len(positional) > len(op.args) - 1:
         # view(2, 3) and view((2, 3)) are the same call
         head, rest = positional[: len(op.args) - 1], positional[len(op.args) - 1 :]
-        positional = (*head, rest[0] if len(rest) == 1 and not isinstance(rest[0], (int, fx.Node)) else tuple(rest))
+        positional = (*head, rest[0] if len(rest) == 1 and not isinstance(rest[0], int) else tuple(rest))
     # torch.nn.functional takes ``inplace`` as the last positional argument; torch's other options are keywords.
     names = op.args if node.op == "call_method" else (*op.args, "inplace")
     if len(positional) > len(names):
         return None
     named = dict(zip(names, positional, strict=False))
     for key, value in node.kwargs.items():
+        if key == "out":  # the op is the same; that it writes into a tensor is looked at by ``spell`` and the engine
+            continue
         key = key if key in names else _KEYWORD_ALIASES.get(key, key)
-        if key == "out" or key in named:
+        if key in named:
             return None
         named[key] = value
     named = {**op.defaults, **named}
     known = {*op.args, *op.defaults, "inplace"}
+    if not isinstance(named.get("inplace", False), bool):
+        return None
     if not known.issuperset(named) or not set(op.args).issubset(named):
         return None
     return named

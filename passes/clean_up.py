@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxfuse.match import Match
 from fxfuse.rule import Rule
 from fxfuse.spellings import ACTIVATIONS, spell
 
@@ -45,16 +44,43 @@ class MatrixTranspose(Rule):
 
 
 class TransposeTwice(Rule):
-    """t(t(x)) -> x."""
+    """t(t(x)), x.transpose(0, 1).transpose(0, 1), x.T.T, x.permute(1, 2, 0).permute(2, 0, 1) -> x."""
 
     kind = "tidied"
     numerics = "exact"
 
     def pattern(self, op, x):
-        return op.t(op.t(x))
+        names = ("transpose", "getattr", "permute")
+        return [op.t(op.t(x)), *(op.any_of("outer", (n,), op.any_of("inner", (n,), x)) for n in names)]
 
     def check(self, m):
-        m.nodes.pop()  # the inner transpose may serve others
+        if "outer" in m.calls:
+            outer, inner = m.calls["outer"].args, m.calls["inner"].args
+            m.expect(_UNDOES[m.op("outer")](outer, inner), "another order of dimensions")
+        del m.nodes[1:]  # the inner transpose may serve others
+
+    def rewrite(self, m, graph):
+        return m.x
+
+
+_UNDOES = {
+    "transpose": lambda outer, inner: {outer["dim0"], outer["dim1"]} == {inner["dim0"], inner["dim1"]},
+    "getattr": lambda outer, inner: outer["name"] == inner["name"] and outer["name"] in ("T", "mT", "H", "mH"),
+    "permute": lambda outer, inner: _keeps_order([inner["dims"][d] for d in outer["dims"]]),
+}
+
+
+class PermuteNothing(Rule):
+    """x.permute(0, 1, 2) -> x."""
+
+    kind = "tidied"
+    numerics = "exact"
+
+    def pattern(self, op, x):
+        return op.any_of("view", ("permute",), x)
+
+    def check(self, m):
+        m.expect(_keeps_order(m.arg("view", "dims")), "another order of dimensions")
 
     def rewrite(self, m, graph):
         return m.x
@@ -87,7 +113,7 @@ class TimesOne(Rule):
         return [op.div(x, 1), op.mul(x, 1)]
 
     def check(self, m):
-        m.expect(_is_floating(m, m.x), "not known to be floating point")
+        m.expect(m.facts.is_floating(m.x), "not known to be floating point")
 
     def rewrite(self, m, graph):
         return m.x
@@ -145,27 +171,23 @@ class ActivationBeforeView(Rule):
         m.expect(
             product is not None and product.name in ("linear", "matmul", "mm", "addmm"), "not a view of a projection"
         )
+        if m.calls["act"].writes:
+            m.nodes.append(m.h)  # it writes the projection itself, which nobody else may read then
 
     def rewrite(self, m, graph):
         view, act = m.calls["view"].node, m.calls["act"].node
-        inner = graph.create_node(act.op, act.target, _with_operand(act.args, m.h), act.kwargs)
-        return graph.create_node(view.op, view.target, _with_operand(view.args, inner), view.kwargs)
+        inner = _copy(graph, act, view, m.h)
+        return _copy(graph, view, m.h, inner)
 
 
-def _with_operand(args: tuple[Any, ...], operand: fx.Node) -> tuple[Any, ...]:
-    return (operand, *args[1:])
+def _keeps_order(dims: Any) -> bool:
+    return all(isinstance(d, int) and d % len(dims) == i for i, d in enumerate(dims))
 
 
-def _is_floating(m: Match, node: Any) -> bool:
-    fact, call = m.facts.get(node), spell(node)
-    known = fact is not None and node in m.facts.static
-    # A projection of floating-point weights is floating point, and so is each activation of it.
-    while call is not None and call.name in ACTIVATIONS and not known:
-        node = call.args["input"]
-        call = spell(node)
-    if call is not None and call.name == "linear":
-        fact = m.facts.get(call.args["weight"])
-    return fact is not None and fact.dtype.is_floating_point
+def _copy(graph: fx.Graph, call: fx.Node, operand: fx.Node, other: fx.Node) -> fx.Node:
+    """The same call on another operand."""
+    args, kwargs = fx.map_arg((call.args, call.kwargs), lambda n: other if n is operand else n)
+    return graph.create_node(call.op, call.target, args, kwargs)
 
 
 def _is_shape_of(shape: Any, x: Any) -> bool:
@@ -186,5 +208,13 @@ def _same_call(a: fx.Node, b: fx.Node) -> bool:
     return a.op == b.op and a.target is b.target and a.args == b.args and a.kwargs == b.kwargs
 
 
-RULES = (IdleDropout(), TimesOne(), SameShape(), CommonSubexpression(), MatrixTranspose(), TransposeTwice())
+RULES = (
+    IdleDropout(),
+    TimesOne(),
+    SameShape(),
+    CommonSubexpression(),
+    MatrixTranspose(),
+    TransposeTwice(),
+    PermuteNothing(),
+)
 HOIST = (ActivationBeforeView(),)

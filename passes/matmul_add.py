@@ -62,11 +62,18 @@ class EinsumToMatmul(Rule):
             return None, 0
         m.expect(isinstance(dims, (list, tuple)) and len(dims) == 2, "not over one dimension")
         ours, theirs = (d[0] if isinstance(d, (list, tuple)) and len(d) == 1 else d for d in dims)
-        m.expect(isinstance(ours, int) and theirs in (0, 1, -1, -2), "not over one dimension")
+        m.expect(isinstance(ours, int) and ours and theirs in (0, 1, -1, -2), "not over the last dimension")
         return (None if ours == -1 else ours + 1), theirs % 2
 
     def rewrite(self, m, graph):
         return graph.call_function(torch.matmul, (m.x, m.w if m.side == 0 else graph.call_function(torch.t, (m.w,))))
+
+
+def _expect_bias(m):
+    """Leave alone what is no candidate: a residual, another projection, or a mask on the product of two activations."""
+    m.require(isinstance(m.b, fx.Node), "the added term is the number {}, not a bias", m.b)
+    m.expect(m.given("b") is not None, "adds an activation")
+    m.expect(m.b in m.facts.static or m.given("w") is not None, "a product of activations")
 
 
 class MatmulAdd(Rule):
@@ -76,9 +83,10 @@ class MatmulAdd(Rule):
         return op.any_of("add", ("add",), op.any_of("product", ("matmul", "mm"), x, w), b)
 
     def check(self, m):
+        _expect_bias(m)
         w = m.require_weight("w")
         m.require_bias("b", w.shape[1], w.dtype)
-        m.require(m.b is not None and isinstance(m.arg("add", "alpha"), (int, float)), "alpha is computed at run time")
+        m.require(isinstance(m.arg("add", "alpha"), (int, float)), "alpha is computed at run time")
         if m.op("product") == "mm":
             m.require_rank("x", 2, "torch.mm takes two dimensions only")
 
@@ -95,6 +103,7 @@ class ScaledMatmulAdd(Rule):
 
     def check(self, m):
         m.expect(m.arg("add", "alpha") != 1, "MatmulAdd takes it")
+        _expect_bias(m)
         w = m.require_weight("w")
         m.require_bias("b", w.shape[1], w.dtype)
         m.require_rank("x", 2, "alpha scales the product, which only addmm on two dimensions does")
@@ -110,8 +119,7 @@ class LinearAdd(Rule):
         return op.any_of("add", ("add",), op.linear(x, w, c), b)
 
     def check(self, m):
-        # A residual or another projection is added to nearly every projection of a real model: no candidates.
-        m.expect(isinstance(m.b, fx.Node) and (m.b in m.facts.static or m.b.op == "placeholder"), "adds an activation")
+        _expect_bias(m)
         m.require(m.c is None, "the projection has a bias already")
         fact = m.fact("w")
         m.require(fact is not None, "the weight's shape is not known")
@@ -128,6 +136,7 @@ class AddmmToLinear(Rule):
         return op.any_of("addmm", ("addmm",), b, x, w)
 
     def check(self, m):
+        m.expect(m.root.meta.get("fxfuse") != ScaledMatmulAdd.__name__, "made of a scaled product")
         m.require(m.arg("addmm", "alpha") == 1, "alpha={} scales the product", m.arg("addmm", "alpha"))
         w = m.require_weight("w")
         m.require_bias("b", w.shape[1], w.dtype)

@@ -40,6 +40,7 @@ class _Product(Rule):
         m.expect(all(not spell(n).writes for n in inner), "writes in place")
         factor, x = parts if self.is_factor(parts[0]) else reversed(parts)
         m.expect(self.is_factor(factor), "another product")
+        m.expect(m.facts.is_floating(x), "not known to be floating point, as its op takes")
         m.bindings.update(x=x, factor=factor)
         m.nodes.extend([*inner, factor])
 
@@ -114,7 +115,6 @@ class SquaredRelu(Rule):
         return [op.pow(op.relu(x), 2), op.square(op.relu(x)), op.mul(op.relu(x), op.relu(x))]
 
     def check(self, m):
-        m.expect(all(not spell(n).writes for n in m.nodes), "writes in place")
         m.expect(len(set(m.nodes)) == 2, "not one value times itself")
         m.nodes = list(dict.fromkeys(m.nodes))
 
@@ -122,18 +122,4 @@ class SquaredRelu(Rule):
         return graph.call_function(relu2, (m.x,))
 
 
-class ClampAtZero(Rule):
-    kind = "tidied"
-
-    def pattern(self, op, x):
-        return op.any_of("clamp", ("clamp", "clamp_min"), x)
-
-    def check(self, m):
-        m.expect(m.arg("clamp", "min") == 0 and m.calls["clamp"].args.get("max") is None, "another range")
-        m.expect(not m.calls["clamp"].writes, "writes in place")
-
-    def rewrite(self, m, graph):
-        return graph.call_function(F.relu, (m.x,))
-
-
-RULES = (HandwrittenGelu(), HandwrittenSilu(), HandwrittenMish(), SquaredRelu(), ClampAtZero())
+RULES = (HandwrittenGelu(), HandwrittenSilu(), HandwrittenMish(), SquaredRelu())

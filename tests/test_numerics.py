@@ -1,3 +1,4 @@
+import dataclasses
 import math
 
 import pytest
@@ -281,3 +282,44 @@ def test_an_exported_program():
     traced = reference(fx.symbolic_trace(model), (X,))
     torch.testing.assert_close(r, traced[0], rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(magnitude, traced[1], rtol=1e-12, atol=1e-12)
+
+
+@dataclasses.dataclass
+class Pair:
+    first: Tensor
+    second: Tensor | None = None
+
+
+def test_dataclass_outputs_are_judged_field_by_field():
+    x = torch.randn(3, 4)
+    r, magnitude = reference(fx.symbolic_trace(lambda x: Pair(x * 2)), [x])
+    assert judge(Pair(x * 2), Pair(x * 2), r, magnitude)
+    assert "element" in judge(Pair(x * 2 + 1), Pair(x * 2), r, magnitude).reason
+    assert not judge(Pair(x * 2, x), Pair(x * 2), r, magnitude)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x.view(x.size()[:-1] + (2, 2)),
+        lambda x: x.reshape(x.shape[0] * 2, -1),
+        lambda x: x * (x.size(0) - 1) / x.shape[-1],
+    ],
+    ids=["sizes joined", "size times a number", "size in a product"],
+)
+def test_arithmetic_on_sizes_is_none_on_tensors(function):
+    x = torch.randn(3, 4)
+    r, magnitude = reference(fx.symbolic_trace(function), [x])
+    assert judge(function(x), function(x), r, magnitude)
+    assert not judge(function(x) * 1.001, function(x), r, magnitude)
+
+
+def test_glu_has_the_scale_of_its_projection():
+    x, w = torch.randn(5, 16), torch.randn(8, 16)
+    graph = fx.symbolic_trace(lambda x, w: F.glu(F.linear(x, w)))
+    r, magnitude = reference(graph, [x, w])
+    a = F.linear(x.double(), w.double()).chunk(2, -1)[0]
+    assert (magnitude >= a.abs()).all()
+    gate, up = w[4:], w[:4]
+    assert judge(F.linear(x, up) * torch.sigmoid(F.linear(x, gate)), F.glu(F.linear(x, w)), r, magnitude)
+    assert not judge(F.linear(x, gate) * torch.sigmoid(F.linear(x, up)), F.glu(F.linear(x, w)), r, magnitude)

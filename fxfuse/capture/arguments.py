@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fxfuse.capture.tracer import Untraceable
+from fxfuse.capture.value import Untraceable
 from fxfuse.facts import Fact
 
 _CONSTANTS = (
@@ -25,6 +25,8 @@ _CONSTANTS = (
     torch.layout,
     enum.Enum,
 )
+_TAKEN = frozenset({"any", "getattr", "len", "list", "str", "tuple", "type"})
+"""Built-in names in generated code; every other name of its own there begins with ``fx_``."""
 P = inspect.Parameter
 
 
@@ -52,7 +54,9 @@ class Arguments:
     constants: dict[str, Any] = field(default_factory=dict)
     """Python expression -> the value that the trace took it to have."""
     counts: dict[str, int] = field(default_factory=dict)
-    """Names of *args and **kwargs -> how many the trace took there to be."""
+    """Name of *args -> how many the trace took there to be."""
+    keys: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """Name of **kwargs -> the keywords that the trace took there to be, in their order: a forward may go by it."""
     facts: dict[str, Fact] = field(default_factory=dict)
     """placeholder name -> its Fact in the recorded call."""
 
@@ -70,10 +74,7 @@ class Arguments:
             elif parameter.kind is P.KEYWORD_ONLY:
                 kwargs[name] = value(name)
             else:
-                prefix = f"{name}["
-                kwargs.update(
-                    {e[len(prefix) + 1 : -2]: value(e) for e in (*made, *self.constants) if e.startswith(prefix)}
-                )
+                kwargs.update({key: value(_item(name, key)) for key in self.keys[name]})
         return tuple(args), kwargs
 
 
@@ -83,6 +84,9 @@ def plan(forward: Callable[..., Any], recorded: Recorded | None) -> Arguments:
         signature = inspect.signature(forward, follow_wrapped=False)
     except (TypeError, ValueError) as error:
         raise Untraceable(f"its forward has no signature ({error})") from error
+    taken = [name for name in signature.parameters if name in _TAKEN or name.startswith("fx_")]
+    if taken:
+        raise Untraceable(f"its parameter {taken[0]} has a name that the generated forward uses itself")
     plan = Arguments(signature)
     if recorded is not None:
         bound = signature.bind(*recorded.args, **recorded.kwargs)
@@ -100,9 +104,9 @@ def plan(forward: Callable[..., Any], recorded: Recorded | None) -> Arguments:
                 _decide(plan, f"{name}_{i}", f"{name}[{i}]", value)
         elif parameter.kind is P.VAR_KEYWORD:
             items = given.get(name, {})
-            plan.counts[name] = len(items)
+            plan.keys[name] = tuple(items)
             for key, value in items.items():
-                _decide(plan, f"{name}_{key}", f"{name}[{key!r}]", value)
+                _decide(plan, f"{name}_{key}", _item(name, key), value)
         elif name in given:
             _decide(plan, name, name, given[name])
         elif parameter.default is P.empty:
@@ -112,11 +116,19 @@ def plan(forward: Callable[..., Any], recorded: Recorded | None) -> Arguments:
     return plan
 
 
+def _item(name: str, key: str) -> str:
+    # Double quotes, since the expression also stands inside single-quoted messages.
+    return f'{name}["{key}"]'
+
+
 def _decide(plan: Arguments, placeholder: str, expression: str, value: Any) -> None:
+    if not placeholder.isidentifier():
+        raise Untraceable(f"its argument {expression} has a name that is no identifier")
     if isinstance(value, (Fact, torch.Tensor)):
         plan.free[placeholder] = expression
         plan.facts[placeholder] = value if isinstance(value, Fact) else Fact.of(value)
     elif all(isinstance(v, _CONSTANTS) for v in (value if type(value) in (tuple, list) else [value])):
-        plan.constants[expression] = value
+        # A list of its own: the caller's may change.
+        plan.constants[expression] = list(value) if isinstance(value, list) else value
     else:
         raise Untraceable(f"its argument {expression} is a {type(value).__name__}")

@@ -6,7 +6,6 @@ have a hundred. Where it is false, the same checks run one by one; the first tha
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -16,25 +15,25 @@ from torch import nn
 from torch.nn.modules import module as nn_module
 
 from fxfuse.capture.arguments import Arguments
-from fxfuse.capture.tree import HOOKS
-
-P = inspect.Parameter
+from fxfuse.capture.names import Name
+from fxfuse.capture.tree import HOOKS, contents, same
 
 SCOPE: dict[str, Any] = {
-    "plain_types": frozenset({torch.Tensor, nn.Parameter}),
-    "unserved": frozenset({torch.float64, torch.complex64, torch.complex128, torch.complex32}),
-    "compiling": torch.compiler.is_compiling,
-    "function_modes": torch._C._len_torch_function_stack,
-    "dispatch_modes": torch._C._len_torch_dispatch_stack,
-    "functorch_level": torch._C._functorch.maybe_current_level,
-    "jit_tracing": torch._C._get_tracing_state,
-    "forward_ad": torch.autograd.forward_ad,
-    "autocast": torch._C._is_any_autocast_enabled,
-    "grad_enabled": torch.is_grad_enabled,
-    "global_pre_hooks": nn_module._global_forward_pre_hooks,
-    "global_hooks": nn_module._global_forward_hooks,
-    "global_backward_hooks": nn_module._global_backward_hooks,
-    "global_backward_pre_hooks": nn_module._global_backward_pre_hooks,
+    "fx_plain_types": frozenset({torch.Tensor, nn.Parameter}),
+    "fx_unserved": frozenset({torch.float64, torch.complex64, torch.complex128, torch.complex32}),
+    "fx_compiling": torch.compiler.is_compiling,
+    "fx_function_modes": torch._C._len_torch_function_stack,
+    "fx_dispatch_modes": torch._C._len_torch_dispatch_stack,
+    "fx_functorch_level": torch._C._functorch.maybe_current_level,
+    "fx_jit_tracing": torch._C._get_tracing_state,
+    "fx_forward_ad": torch.autograd.forward_ad,
+    "fx_autocast": torch._C._is_any_autocast_enabled,
+    "fx_torch": torch,
+    "fx_grad_enabled": torch.is_grad_enabled,
+    "fx_global_pre_hooks": nn_module._global_forward_pre_hooks,
+    "fx_global_hooks": nn_module._global_forward_hooks,
+    "fx_global_backward_hooks": nn_module._global_backward_hooks,
+    "fx_global_backward_pre_hooks": nn_module._global_backward_pre_hooks,
 }
 """Names that generated code may use."""
 
@@ -52,15 +51,15 @@ class Check:
 
 
 ENVIRONMENT = (
-    Check("not compiling()", "plain", "'torch.compile or torch.export is tracing'"),
-    Check("not function_modes()", "plain", "'a torch function mode is active'"),
-    Check("not dispatch_modes()", "plain", "'a torch dispatch mode is active'"),
-    Check("functorch_level() is None", "plain", "'inside a functorch transform'"),
-    Check("jit_tracing() is None", "plain", "'torch.jit.trace is tracing'"),
-    Check("forward_ad._current_level < 0", "plain", "'forward-mode AD is active'"),
-    Check("not autocast()", "plain", "'autocast is on'"),
+    Check("not fx_compiling()", "plain", "'torch.compile or torch.export is tracing'"),
+    Check("not fx_function_modes()", "plain", "'a torch function mode is active'"),
+    Check("not fx_dispatch_modes()", "plain", "'a torch dispatch mode is active'"),
+    Check("fx_functorch_level() is None", "plain", "'inside a functorch transform'"),
+    Check("fx_jit_tracing() is None", "plain", "'torch.jit.trace is tracing'"),
+    Check("fx_forward_ad._current_level < 0", "plain", "'forward-mode AD is active'"),
+    Check("not fx_autocast()", "plain", "'autocast is on'"),
     Check(
-        "not (global_pre_hooks or global_hooks or global_backward_hooks or global_backward_pre_hooks)",
+        "not (fx_global_pre_hooks or fx_global_hooks or fx_global_backward_hooks or fx_global_backward_pre_hooks)",
         "fallback",
         "'global module hooks: expected none'",
     ),
@@ -76,32 +75,32 @@ def of_arguments(
         checks.append(
             Check(f"len({name}) == {count}", "fallback", f"f'expected {count} in *{name}, found {{len({name})}}'")
         )
-        if arguments.signature.parameters[name].kind is P.VAR_KEYWORD:
-            keys = [e for e in (*arguments.free.values(), *arguments.constants) if e.startswith(f"{name}['")]
-            for expression in keys:
-                key = expression[len(name) + 1 : -1]
-                checks.append(Check(f"{key} in {name}", "fallback", f"'expected the keyword argument ' + {key}"))
+    for name, keys in arguments.keys.items():
+        constant = f"fx_constant_{len(scope)}"
+        scope[constant] = keys
+        why = f"f'expected {{{constant}}} in **{name}, found {{tuple({name})}}'"
+        checks.append(Check(f"tuple({name}) == {constant}", "fallback", why))
     for expression, value in arguments.constants.items():
-        constant = f"constant_{len(scope)}"
+        constant = f"fx_constant_{len(scope)}"
         scope[constant] = value
         checks.append(
             Check(
                 _equal(expression, constant, value),
                 "fallback",
-                f"f'argument {_quoted(expression)}: expected {{{constant}!r}}, found {{describe({expression})}}'",
+                f"f'argument {_quoted(expression)}: expected {{{constant}!r}}, found {{fx_describe({expression})}}'",
             )
         )
     for expression in arguments.free.values():
         shown = _quoted(expression)
         checks.append(
             Check(
-                f"type({expression}) in plain_types",
+                f"type({expression}) in fx_plain_types",
                 "fallback",
-                f"f'argument {shown}: expected a plain tensor, found {{describe({expression})}}'",
+                f"f'argument {shown}: expected a plain tensor, found {{fx_describe({expression})}}'",
             )
         )
         checks.append(
-            Check(f"{expression}.dtype not in unserved", "plain", f"f'argument {shown} is {{{expression}.dtype}}'")
+            Check(f"{expression}.dtype not in fx_unserved", "plain", f"f'argument {shown} is {{{expression}.dtype}}'")
         )
     for name, rank in ranks.items():
         expression = arguments.free[name]
@@ -129,7 +128,7 @@ def of_gradients(arguments: Arguments, owner: str | None) -> Check:
     needing = [f"{e}.requires_grad" for e in arguments.free.values()]
     if owner:
         needing.append(f"any(p.requires_grad for p in {owner}.parameters())")
-    return Check(f"not (grad_enabled() and ({' or '.join(needing) or 'False'}))", "plain", "'gradients are needed'")
+    return Check(f"not (fx_grad_enabled() and ({' or '.join(needing) or 'False'}))", "plain", "'gradients are needed'")
 
 
 def of_module(local: str, reach: str, path: str, module: nn.Module) -> Iterable[Check]:
@@ -141,7 +140,7 @@ def of_module(local: str, reach: str, path: str, module: nn.Module) -> Iterable[
         yield Check(f"not ({hooks})", "fallback", f"'module {shown} has hooks: expected none'")
         yield Check(f"'forward' not in {local}.__dict__", "fallback", f"'module {shown} has a forward of its own'")
     yield Check(
-        f"{local}.__class__ is class_{local}",
+        f"{local}.__class__ is fx_class_{local}",
         "fallback",
         f"f'module {shown}: expected class {type(module).__name__}, found {{type({local}).__name__}}'",
     )
@@ -149,26 +148,62 @@ def of_module(local: str, reach: str, path: str, module: nn.Module) -> Iterable[
         yield of_training(local, path)
 
 
+def of_holder(local: str, reach: str, path: str) -> Check:
+    """Check of a module that only attributes are read from; binds it to the name ``local``."""
+    return Check(f"({local} := {reach}) is not None", "fallback", f"'module {_quoted(path)} is gone'")
+
+
 def of_training(local: str, path: str) -> Check:
     return Check(f"{local}.training is False", "plain", f"'module {_quoted(path or '.')} is in training mode'")
 
 
-def of_attribute(local: str, path: str, name: str, value: Any, scope: dict[str, Any]) -> Check:
-    """Check of a plain attribute that the forward read while it was traced."""
+def of_attribute(local: str, path: str, name: str, module: nn.Module, held: list[Any]) -> Check:
+    """Check of a plain attribute that the forward read while it was traced; what it was goes into ``held``."""
     if name == "training":
         return of_training(local, path)
-    constant = f"constant_{len(scope)}"
-    scope[constant] = value
-    found = f"{local}.__dict__.get({name!r}, constant_{len(scope) - 1})"
+    on_instance = name in module.__dict__
+    value = module.__dict__[name] if on_instance else getattr(module, name)
+    found = f"{local}.__dict__.get({name!r})" if on_instance else f"getattr({local}, {name!r}, None)"
+    constant = f"fx_held_{len(held)}"
+    held.append(contents(value))
+    shown = _quoted(f"{path}.{name}".lstrip("."))
+    if isinstance(held[-1], (bool, int, float, str)):
+        holds, expected = _equal(found, constant, value), f"{{{constant}!r}}"
+    elif held[-1] is value:
+        holds, expected = f"{found} is {constant}", "the one it was"
+    else:
+        holds, expected = f"fx_same(fx_contents({found}), {constant})", "what it held"
     return Check(
-        _equal(found, constant, value),
+        holds,
         "fallback",
-        f"f'attribute {_quoted(f'{path}.{name}'.lstrip('.'))}: expected {{{constant}!r}}, '"
-        f" f'found {{describe({local}.{name})}}'",
+        f"f'attribute {shown}: expected {expected}, found {{fx_describe(getattr({local}, \"{name}\", None))}}'",
     )
 
 
+def of_dtype(target: str, reach: str, dtype: torch.dtype) -> Check:
+    """Check of a dtype that the forward decided by."""
+    found = f'getattr({reach}, "dtype", None)'
+    why = f"'{_quoted(target)}: expected {dtype}, found ' + str({found})"
+    return Check(f"{found} is fx_{dtype}", "fallback", why)
+
+
+def of_name(name: Name, scope: dict[str, Any]) -> Check:
+    """Check of a number or tensor that a function finds by name. These belong to no module: they stay in ``scope``."""
+    place, constant = f"fx_place_{len(scope)}", f"fx_constant_{len(scope)}"
+    scope[place], scope[constant] = name.place, contents(name.value)
+    found = f"{place}.get({name.name!r})" if isinstance(name.place, dict) else f"{place}.cell_contents"
+    if scope[constant] is not name.value:
+        holds = f"fx_same(fx_contents({found}), {constant})"
+    elif isinstance(name.value, torch.Tensor):
+        holds = f"{found} is {constant}"
+    else:
+        holds = _equal(found, constant, name.value)
+    return Check(holds, "fallback", f"'{name.name} is no longer what it was'")
+
+
 def _equal(expression: str, constant: str, value: Any) -> str:
+    if isinstance(value, (list, tuple)):
+        return f"fx_same(fx_contents({expression}), fx_contents({constant}))"
     same = f"{expression} is {constant}"
     if value is None or isinstance(value, bool):
         return same
@@ -179,7 +214,7 @@ def of_read(target: str, name: str, reach: str, value: Any) -> Iterable[Check]:
     """Checks of a parameter, buffer or attribute that the graph reads; binds it to the local ``name``."""
     yield Check(f"({name} := {reach}) is not None", "fallback", f"'{_quoted(target)} is gone'")
     if isinstance(value, torch.Tensor):
-        yield Check(f"type({name}) in plain_types", "plain", f"f'{_quoted(target)} is a {{type({name}).__name__}}'")
+        yield Check(f"type({name}) in fx_plain_types", "plain", f"f'{_quoted(target)} is a {{type({name}).__name__}}'")
 
 
 def describe(value: Any) -> str:
@@ -190,7 +225,7 @@ def describe(value: Any) -> str:
     return text if len(text) < 40 else f"a {type(value).__name__}"
 
 
-SCOPE["describe"] = describe
+SCOPE |= {"fx_describe": describe, "fx_contents": contents, "fx_same": same}
 
 
 def _quoted(text: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -15,11 +16,13 @@ from torch import fx, nn
 from fxfuse import engine, errors
 from fxfuse.capture import region as regions
 from fxfuse.capture.arguments import Recorded, plan
+from fxfuse.capture.copies import protect
 from fxfuse.capture.record import own, record
 from fxfuse.capture.region import Region
-from fxfuse.capture.tracer import Untraceable, trace_function
+from fxfuse.capture.tracer import trace_function
 from fxfuse.capture.tree import ROOT, copy_tree, hooked
-from fxfuse.capture.verify import differing
+from fxfuse.capture.value import Untraceable
+from fxfuse.capture.verify import differing, function_differs
 from fxfuse.capture.walk import Trace, Walk
 from fxfuse.normalise import normalise
 from fxfuse.options import Options
@@ -35,12 +38,11 @@ class Installed:
     def __init__(self, report: Report, regions: list[Region]):
         self.report, self.regions = report, regions
 
-    def __reduce__(self) -> Any:
-        # A pickled model is the plain model, and loads where fxfuse is not installed.
-        return type(None), ()
-
     def __deepcopy__(self, memo: dict[int, Any]) -> Installed:
-        return Installed(copy.deepcopy(self.report, memo), copy.deepcopy(self.regions, memo))
+        new = Installed(copy.deepcopy(self.report, memo), copy.deepcopy(self.regions, memo))
+        for region in new.regions:
+            region.note = new.report.notes.append
+        return new
 
 
 def optimize_module(model: nn.Module, example: Example, options: Options) -> tuple[nn.Module, Report]:
@@ -50,21 +52,29 @@ def optimize_module(model: nn.Module, example: Example, options: Options) -> tup
     target = model if options.inplace else copy_tree(model)
     with _timed(report, "example"):
         recorded = _record(model, example, report)
-    with _timed(report, "trace"):
-        walk = Walk(target, options, recorded)
-    report.uncaptured = walk.uncaptured
-    with _timed(report, "rewrite"):
-        built = [_build(trace, options, report) for trace in walk.traces]
-    useful = [region for region in built if region is not None]
-    if recorded is not None and options.check and useful:
+    wrong: dict[str, str] = {}
+    while True:
+        with _timed(report, "trace"):
+            walk = Walk(target, options, recorded, wrong)
+        report.uncaptured, report.events, report.regions = walk.uncaptured, [], []
+        with _timed(report, "rewrite"):
+            built = [_build(trace, options, report) for trace in walk.traces]
+        useful = [region for region in built if region is not None]
+        if recorded is None or example is None or not options.check:
+            break
         with _timed(report, "check"):
-            useful = _take_out_wrong(target, useful, example, report)
+            found = differing(target, useful, *example)
+        if not found:
+            break
+        # What lies inside a wrong region may be right by itself, so it gets its own trace.
+        wrong |= found
     for region in useful:
         regions.install(region)
         report.calls[region.path] = region.calls
         region.note = report.notes.append
     _count_linears(target, walk.traces, report)
     target.__dict__[ROOT] = Installed(report, useful)
+    protect(target)
     return target, report
 
 
@@ -89,13 +99,12 @@ def _build(trace: Trace, options: Options, report: Report) -> Region | None:
     inlined = {path: trace.module.get_submodule(path) for path in trace.tracer.inlined}
     gm = graph_module(trace.graph, trace.module, trace.tracer.constants)
     original = copied(gm.graph)
-    inlined |= normalise(gm, untouched, training=False)
+    inlined |= normalised(gm, training=False)
     rewriting = engine.run(gm, DEFAULT, options, trace.path, trace.arguments.facts)
     report.events += rewriting.events
     info = RegionInfo(trace.path, type(trace.module).__name__, len(original.nodes), len(gm.graph.nodes), installed=True)
     report.regions.append(info)
-    if not any(e.kind in ("fused", "lowered") for e in rewriting.events):
-        info.installed, info.note = False, "nothing in it is fused or lowered"
+    if not _gains(rewriting, info):
         return None
     return Region(
         trace.path,
@@ -107,20 +116,13 @@ def _build(trace: Trace, options: Options, report: Report) -> Region | None:
         inlined,
         trace.tracer.attributes,
         rewriting,
+        trace.tracer.dtypes.assumed,
+        trace.tracer.code,
     )
 
 
-def _take_out_wrong(target: nn.Module, built: list[Region], example: Any, report: Report) -> list[Region]:
-    wrong = differing(target, built, *example)
-    for info in report.regions:
-        if info.path in wrong:
-            info.installed, info.note = False, f"taken out: {wrong[info.path]}"
-    report.events = [e for e in report.events if e.region not in wrong]
-    return [region for region in built if region.path not in wrong]
-
-
 def optimize_function(function: Callable[..., Any], example: Example, options: Options) -> tuple[Any, Report]:
-    """A function of the same signature that runs the rewritten graph; the function itself where it has none."""
+    """A function of the same signature that runs the rewritten graph, or the function itself where that is no gain."""
     report = Report(getattr(function, "__name__", "function"))
     if example is not None:
         try:
@@ -129,22 +131,62 @@ def optimize_function(function: Callable[..., Any], example: Example, options: O
         except Exception as error:
             _without_example(function, error, report)
             example = None
+    region = _function_region(function, example, options, report)
+    if region is None:
+
+        @functools.wraps(function)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return function(*args, **kwargs)
+    else:
+        forward = region.forward
+        forward.__dict__["__wrapped__"] = function
+        report.calls[""] = region.calls
+    forward.__dict__[ROOT] = Installed(report, [region] if region else [])
+    return forward, report
+
+
+def _function_region(function: Callable[..., Any], example: Example, options: Options, report: Report) -> Region | None:
     try:
         arguments = plan(function, Recorded.of(*example) if example is not None else None)
         tracer = trace_function(function, arguments.call)
     except Untraceable as refusal:
         report.uncaptured.append(Uncaptured("", "function", str(refusal)))
-        return function, report
+        return None
     gm = graph_module(tracer.graph, nn.Module(), tracer.constants)
     original = copied(gm.graph)
     rewriting = engine.run(gm, DEFAULT, options, "", arguments.facts)
-    report.events += rewriting.events
-    region = Region("", function, arguments, gm.graph, original, tracer.constants, {}, {}, rewriting)
-    report.regions.append(RegionInfo("", "function", len(original.nodes), len(gm.graph.nodes), installed=True))
-    report.calls[""] = region.calls
-    region.forward.__wrapped__ = function
-    region.forward.__dict__[ROOT] = Installed(report, [region])
-    return region.forward, report
+    info = RegionInfo("", "function", len(original.nodes), len(gm.graph.nodes), installed=True)
+    report.events, report.regions = rewriting.events, [info]
+    if not _gains(rewriting, info):
+        return None
+    region = Region("", function, arguments, gm.graph, original, tracer.constants, {}, (), rewriting, {}, tracer.code)
+    if example is not None and options.check:
+        reason = function_differs(region, *example)
+        if reason:
+            report.events, report.regions = [], []
+            report.uncaptured.append(Uncaptured("", "function", reason))
+            return None
+    return region
+
+
+def _gains(rewriting: engine.Rewriting, info: RegionInfo) -> bool:
+    """Whether anything was fused or lowered; where not, the region is not installed, and says so."""
+    if any(e.kind in ("fused", "lowered") or e.kernels_saved > 0 for e in rewriting.events):
+        return True
+    info.installed, info.note = False, "nothing in it is made faster"
+    return False
+
+
+def normalised(gm: fx.GraphModule, *, training: bool) -> dict[str, nn.Module]:
+    """``normalise``, keeping the names that nodes had in the trace: events speak of these."""
+    for node in gm.graph.nodes:
+        node.meta["traced_as"] = node.name
+    inlined = normalise(gm, untouched, training=training)
+    for node in gm.graph.nodes:
+        name = node.meta.pop("traced_as", node.name)
+        if node.op != "get_attr":
+            node.name = name
+    return inlined
 
 
 def untouched(module: nn.Module) -> bool:
@@ -187,4 +229,4 @@ def _below_leaf(name: str, trace: Trace) -> bool:
 def _timed(report: Report, stage: str) -> Iterator[None]:
     start = time.perf_counter()
     yield
-    report.seconds[stage] = time.perf_counter() - start
+    report.seconds[stage] = report.seconds.get(stage, 0.0) + time.perf_counter() - start

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -9,43 +10,57 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from fxfuse.capture.arguments import Recorded
-from fxfuse.capture.tree import copy_tree, is_opaque
+from fxfuse.capture.tree import copy_tree, is_opaque, preserved
 
 
 class WritesParameter(Exception):
-    """A forward writes into a parameter, so even one trial run would change the model."""
+    """A forward writes into the model's own tensors, so even one trial run would change the model."""
 
 
 class _Protect(TorchDispatchMode):
-    """Stops before an operator writes into memory of the model's parameters."""
+    """Stops before an operator writes into memory that a trial run shares with the model."""
 
     def __init__(self, model: nn.Module):
         super().__init__()
-        self.memory = {p.untyped_storage().data_ptr() for p in model.parameters() if p.numel() and not p.is_meta}
+        kept = [v for m in model.modules() for v in m.__dict__.values() if isinstance(v, (list, tuple, dict))]
+        shared = [*model.parameters(), *(v for v in tree_leaves(kept) if isinstance(v, torch.Tensor))]
+        self.memory = {address for t in shared if (address := _address(t))}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
         if func._schema.is_mutable:
-            # Operators write their leading arguments; an ``out=`` among the keywords is never a parameter.
-            for argument, value in zip(func._schema.arguments, args, strict=False):
-                writes = argument.alias_info is not None and argument.alias_info.is_write
-                if writes and isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() in self.memory:
-                    raise WritesParameter(f"{func} writes into a parameter when the model is called")
-        return func(*args, **(kwargs or {}))
+            for i, argument in enumerate(func._schema.arguments):
+                if argument.alias_info is None or not argument.alias_info.is_write:
+                    continue
+                # A tensor, or a list of them, by position or, as out= is, by name.
+                value = args[i] if i < len(args) else kwargs.get(argument.name)
+                if any(_address(t) in self.memory for t in tree_leaves(value) if isinstance(t, torch.Tensor)):
+                    raise WritesParameter(f"{func} writes into a tensor of the model when the model is called")
+        return func(*args, **kwargs)
+
+
+def _address(tensor: torch.Tensor) -> int:
+    """Where the memory of a tensor begins; 0 where it has none of its own (meta, sparse, wrapping subclasses)."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (NotImplementedError, RuntimeError):
+        return 0
 
 
 def trial_copy(model: nn.Module) -> nn.Module:
-    """A copy whose forward can run without a trace on the model: its buffers are its own, its parameters are shared."""
+    """A copy whose forward can run without a trace on the model: it shares the parameters and no other tensors."""
     trial = copy_tree(model, isolate=True)
     cloned: dict[int, torch.Tensor] = {}
     for module in trial.modules():
         if is_opaque(module):
             continue
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = cloned.setdefault(id(buffer), buffer.clone())
+        for table in (module._buffers, module.__dict__):
+            for name, value in table.items():
+                if isinstance(value, torch.Tensor):
+                    table[name] = cloned.setdefault(id(value), value.detach().clone())
     return trial
 
 
@@ -53,13 +68,30 @@ def trial_copy(model: nn.Module) -> nn.Module:
 def trial_run(model: nn.Module) -> Iterator[None]:
     """No gradients, no lasting random state, no writes into parameters."""
     devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
-    with torch.random.fork_rng(devices=devices), torch.no_grad(), _Protect(model):
+    with torch.random.fork_rng(devices=devices), torch.no_grad(), _Protect(model), preserved(model):
         yield
 
 
 def own(values: Any) -> Any:
-    """The same structure with tensors of its own, since a forward may write into its inputs."""
-    return tree_map(lambda v: v.clone() if isinstance(v, torch.Tensor) else v, values)
+    """The same structure with tensors (and caches and the like) of its own: a forward may write into its inputs."""
+    memo: dict[int, Any] = {}
+
+    def one(value: Any) -> Any:
+        # One object given twice stays one: forwards ask whether the key is the query.
+        if id(value) not in memo:
+            memo[id(value)] = value.clone() if isinstance(value, torch.Tensor) else _copied(value)
+        return memo[id(value)]
+
+    return tree_map(one, values)
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, nn.Module):
+        return value
+    try:
+        return copy.deepcopy(value)
+    except Exception:  # what cannot be copied can only be passed on
+        return value
 
 
 def record(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Recorded]:

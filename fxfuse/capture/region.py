@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import linecache
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +15,9 @@ from torch import fx, nn
 
 from fxfuse.capture import assumptions
 from fxfuse.capture.arguments import Arguments
-from fxfuse.capture.tree import REGION
+from fxfuse.capture.copies import protect, release
+from fxfuse.capture.names import Name, names_of
+from fxfuse.capture.tree import REGION, ROOT
 from fxfuse.engine import Rewriting
 from fxfuse.report import Calls
 
@@ -35,16 +38,20 @@ class Region:
         original: fx.Graph,
         constants: dict[str, torch.Tensor],
         inlined: dict[str, nn.Module],
-        attributes: dict[tuple[str, str], Any],
+        attributes: Collection[tuple[str, str]],
         rewriting: Rewriting,
+        dtypes: Mapping[tuple[str, str], torch.dtype],
+        code: Mapping[types.CodeType, dict[str, Any]],
     ):
-        self.attributes = attributes
+        self.attributes, self.dtypes, self.code = attributes, dtypes, code
         self.path, self.owner, self.arguments = path, owner, arguments
         self.graph, self.original, self.constants, self.inlined = graph, original, constants, inlined
         self.calls = Calls()
         self.previous: Any = None
         """The instance's own forward before, if it had one."""
-        self.modules: tuple[nn.Module, ...] = tuple(inlined.values())
+        self.modules: tuple[nn.Module, ...] = tuple(module for path, module in inlined.items() if path)
+        self.held: list[Any] = []
+        """Values that attributes are compared with at each call."""
         self.running_fallbacks, self.fused_then = 0, 0
         """Fallbacks since the last fused call, and the count of fused calls at the last fallback."""
         self.note: Callable[[str], None] = lambda text: None
@@ -69,29 +76,37 @@ class Region:
         checks = [*assumptions.ENVIRONMENT]
         checks += assumptions.of_arguments(self.arguments, rewriting.ranks, rewriting.shapes, scope)
         for path, module in sorted(self.inlined.items()) if on_module else ():
-            name = local.setdefault(path, f"m{len(local)}")
-            scope[f"class_{name}"] = type(module)
+            name = local.setdefault(path, f"fx_m{len(local)}")
+            scope[f"fx_class_{name}"] = type(module)
             checks += assumptions.of_module(name, self._reach(path, local), path, module)
-        for (path, attribute), value in self.attributes.items():
-            checks.append(assumptions.of_attribute(local[path], path, attribute, value, scope))
+        for path in sorted({path for path, _ in self.attributes} - local.keys()) if on_module else ():
+            # Called as it is, or not at all; only something of it was read.
+            checks.append(assumptions.of_holder(f"fx_m{len(local)}", self._reach(path, local), path))
+            local[path] = f"fx_m{len(local)}"
+        for path, attribute in sorted(self.attributes):
+            checks.append(assumptions.of_attribute(local[path], path, attribute, self.resolve(path), self.held))
+        for (op, target), dtype in self.dtypes.items():
+            reach = self.arguments.free[target] if op == "placeholder" else self._reach_tensor(target, local)
+            checks.append(assumptions.of_dtype(target, reach, dtype))
+        checks += [assumptions.of_name(name, scope) for name in self._names()]
         body, reads = self._compile_body(local, checks)
         checks.append(assumptions.of_gradients(self.arguments, "self" if on_module else None))
-        scope.update(body=body, region=self)
+        scope.update(fx_body=body, fx_region=self)
         values = ", ".join([*(["self"] if on_module else []), *self.arguments.free.values(), *reads])
         parameters, names = self._parameters(scope)
-        unpack = (
-            [f"    {', '.join(local[p] if p else '_' for p in self.inlined)}, = region.modules"] if on_module else []
-        )
-        head = [f"def forward({parameters}):", *(["    region = self._fxfuse"] if on_module else []), *unpack]
+        unpack = ["    fx_region = self._fxfuse"] if on_module else []
+        unpack += _unpack([local[path] for path in self.inlined if path], "modules") if on_module else []
+        unpack += _unpack([f"fx_held_{i}" for i in range(len(self.held))], "held")
+        head = [f"def forward({parameters}):", *unpack]
         rest = "(self, " + names + ")" if on_module else "(None, " + names + ")"
         forward = [
             *head,
             "    if (",
             *(f"        {'and ' if i else ''}{c.holds}" for i, c in enumerate(checks)),
             "    ):",
-            "        region.calls.fused += 1",
-            f"        return body({values})",
-            f"    return region.otherwise{rest}",
+            "        fx_region.calls.fused += 1",
+            f"        return fx_body({values})",
+            f"    return fx_region.otherwise{rest}",
         ]
         explain = [head[0].replace("def forward", "def explain"), *head[1:]]
         for c in checks:
@@ -104,6 +119,13 @@ class Region:
         linecache.cache[filename] = (len(self.source), None, self.source.splitlines(True), filename)
         self.forward, self.explain = scope["forward"], scope["explain"]
         self._dress(self.forward)
+
+    def _names(self) -> list[Name]:
+        """Data that the forwards in the graph, or the function, find by name."""
+        if not isinstance(self.owner, nn.Module):
+            return names_of([self.owner], self.code)
+        own = {type(m) for m in self.inlined.values() if not type(m).__module__.startswith("torch.nn")}
+        return names_of([cls.forward for cls in sorted(own, key=repr)], self.code)
 
     def _reach(self, path: str, local: dict[str, str]) -> str:
         parent, _, name = path.rpartition(".")
@@ -126,7 +148,7 @@ class Region:
             if n.op == "get_attr":
                 target = str(n.target)
                 if target not in seen:
-                    name = f"read_{len(reads)}"
+                    name = f"fx_read_{len(reads)}"
                     seen[target] = graph.placeholder(name)
                     reads.append(name)
                     checks += assumptions.of_read(target, name, self._reach_tensor(target, local), self.resolve(target))
@@ -141,12 +163,12 @@ class Region:
         exec(compile(code.src, f"<fxfuse graph {self.path or 'root'}>", "exec"), scope)
         function = scope["forward"]
         if not isinstance(self.owner, nn.Module):
-            return types.MethodType(function, None), reads
+            return functools.partial(function, None), reads
         return function, reads
 
     def _reach_tensor(self, target: str, local: dict[str, str]) -> str:
         if target in self.constants:
-            return f"region.constants.get({target!r})"
+            return f"fx_region.constants.get({target!r})"
         path, _, name = target.rpartition(".")
         holder = local.get(path) or "self" + "".join(f"._modules[{part!r}]" for part in path.split("."))
         module = self.resolve(path) if path else self.owner
@@ -164,8 +186,8 @@ class Region:
         for i, p in enumerate(parameters):
             default = ""
             if p.default is not P.empty:
-                scope[f"default_{p.name}"] = p.default
-                default = f"=default_{p.name}"
+                scope[f"fx_default_{p.name}"] = p.default
+                default = f"=fx_default_{p.name}"
             if p.kind is P.VAR_POSITIONAL:
                 star = True
                 parts.append(f"*{p.name}")
@@ -203,15 +225,18 @@ class Region:
 
     # calls that do not take the graph
 
-    def original_forward(self, owner: Any) -> Callable[..., Any]:
-        if not isinstance(self.owner, nn.Module):
-            return self.owner
-        return self.previous if self.previous is not None else types.MethodType(type(owner).forward, owner)
+    def run_original(self, owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # No bound method is made here: torch.compile does not know how.
+        if owner is None:
+            return self.owner(*args, **kwargs)
+        if self.previous is not None:
+            return self.previous(*args, **kwargs)
+        return type(owner).forward(owner, *args, **kwargs)
 
     def otherwise(self, owner: Any, /, *args: Any, **kwargs: Any) -> Any:
         """The original forward, with the reason noted. What the model computes comes first, what is counted second."""
         if torch.compiler.is_compiling():
-            return self.original_forward(owner)(*args, **kwargs)
+            return self.run_original(owner, args, kwargs)
         kind, why = self.explain(*([owner] if owner is not None else []), *args, **kwargs)
         self.calls.reasons[why] += 1
         if kind == "plain":
@@ -225,19 +250,20 @@ class Region:
                     f"region {self.path or '.'} was taken out: {GIVE_UP} calls running broke an assumption ({why})"
                 )
                 uninstall(owner)
-        return self.original_forward(owner)(*args, **kwargs)
+        return self.run_original(owner, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Region:
         new = object.__new__(Region)
         memo[id(self)] = new
         new.__dict__.update(self.__dict__)
-        for name in ("owner", "modules", "constants", "calls", "previous"):
+        for name in ("owner", "modules", "held", "constants", "calls", "previous"):
             setattr(new, name, copy.deepcopy(getattr(self, name), memo))
         return new
 
-    def __reduce__(self) -> Any:
-        # A pickled model is the plain model, and loads where fxfuse is not installed.
-        return type(None), ()
+
+def _unpack(names: list[str], attribute: str) -> list[str]:
+    """The generated line that gives the elements of one of the region's sequences their names, if there are any."""
+    return [f"    {', '.join(names)}, = fx_region.{attribute}"] if names else []
 
 
 def _positional_only(signature: inspect.Signature) -> bool:
@@ -260,12 +286,17 @@ def install(region: Region) -> None:
     region.previous = module.__dict__.get("forward")
     module.__dict__[REGION] = region
     module.__dict__["forward"] = types.MethodType(region.forward, module)
+    protect(module)
 
 
 def uninstall(module: nn.Module) -> None:
     """Put back what the module had before."""
-    region = module.__dict__.pop(REGION)
-    del module.__dict__["forward"]
+    region = module.__dict__.pop(REGION, None)
+    if region is None:  # another thread was faster
+        return
+    module.__dict__.pop("forward", None)
+    if ROOT not in module.__dict__:
+        release(module)
     if region.previous is not None:
         module.__dict__["forward"] = region.previous
 

@@ -15,6 +15,7 @@ import math
 import os
 import sys
 import threading
+import types
 from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from typing import Any
@@ -24,7 +25,10 @@ from torch import fx, nn
 from torch.fx._symbolic_trace import _autowrap_check, _new_patcher, _patch_wrapped_functions
 from torch.overrides import TorchFunctionMode
 
-from fxfuse.capture.tree import changed, hooked, is_opaque, snapshot
+from fxfuse.capture.dtypes import Dtypes
+from fxfuse.capture.names import names_of, tensors_of
+from fxfuse.capture.tree import changed, hooked, is_opaque, preserved, snapshot
+from fxfuse.capture.value import Untraceable, Value, is_instance, is_tensor
 
 LOCK = threading.RLock()
 """Functions marked with ``torch.fx.wrap`` are patched while a trace runs, so one trace runs at a time."""
@@ -32,30 +36,39 @@ LOCK = threading.RLock()
 _TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
 _OWN_FOLDER = os.path.dirname(__file__) + os.sep
 _TRACER = "_fxfuse_tracer"
-_WATCHED = frozenset({bool, int, float, str, type(None)})
-
-
-class Untraceable(Exception):
-    """Why a forward has no graph."""
+_TRANSPARENT = (nn.Sequential, nn.TransformerDecoderLayer)
+"""Modules of torch.nn that are looked into; the others stay calls."""
+_NOT_WATCHED = frozenset(nn.Module().__dict__) - {"training"} | {_TRACER}
+"""Attributes that are nn.Module's own tables."""
 
 
 class Tracer(fx.Tracer):
     """Traces copies of modules made by ``copy_tree(isolate=True)``; see ``trace_module``."""
 
-    def __init__(self, root: nn.Module, leaves: Collection[str]):
+    def __init__(
+        self, root: nn.Module, leaves: Collection[str], has_example: bool, dtypes: dict[str, torch.dtype] | None = None
+    ):
         super().__init__(autowrap_modules=(math,))
         self.root = root
+        self.has_example = has_example
+        self.dtypes = Dtypes(root, dtypes or {})
         self.leaves = set(leaves)
         self.graph = fx.Graph(tracer_cls=fx.Tracer)
+        # Generated code calls the module ``self``, so a node for a submodule of that name needs another.
+        self.graph._graph_namespace.create_name("self", None)
         self.paths = {id(m): path for path, m in root.named_modules()}
         self.tensors = {id(t): name for name, t in _tensors(root)}
         self.reads: dict[str, fx.Proxy] = {}
         self.constants: dict[str, torch.Tensor] = {}
         self.inlined: dict[str, nn.Module] = {}
         """Paths of modules whose forward was traced through."""
-        self.attributes: dict[tuple[str, str], Any] = {}
-        """(module path, name) -> value, of the plain attributes that the forward read, ``training`` among them."""
+        self.attributes: set[tuple[str, str]] = set()
+        """(module path, name) of the plain attributes that the forward read, ``training`` among them."""
+        self.code: dict[types.CodeType, dict[str, Any]] = {}
+        """Functions that made nodes, with the names of the files that they stand in."""
         self.running = False
+        self.watches_modules = False
+        """Whether calls of modules are refused: a function's graph would not notice when these change."""
         self.patcher: Any = None
 
     # modules
@@ -73,10 +86,22 @@ class Tracer(fx.Tracer):
     def is_leaf(self, module: nn.Module, path: str) -> bool:
         if path in self.leaves or is_opaque(module) or "forward" in module.__dict__ or hooked(module):
             return True
-        own = type(module).__mro__[1]  # the class that the tracing class stands in for
-        return own.__module__.startswith("torch.nn") and own is not nn.Sequential
+        return _is_torch_leaf(_own_class(module))
 
     # values
+
+    def guesses(self, call: fx.Node) -> bool:
+        """Whether nothing is known of what a ``call_module`` node returns."""
+        return not self.has_example and not _is_torch_leaf(_own_class(self.root.get_submodule(str(call.target))))
+
+    def gives_tensor(self, node: fx.Node) -> bool:
+        """Whether a node is known to be one tensor: an argument, or what most classes of torch.nn return."""
+        if node.op != "call_module":
+            return node.op in ("placeholder", "get_attr")
+        module = self.root.get_submodule(str(node.target))
+        return _is_torch_leaf(_own_class(module)) and not isinstance(
+            module, (nn.RNNBase, nn.LSTMCell, nn.MultiheadAttention, nn.AdaptiveLogSoftmaxWithLoss)
+        )
 
     def read(self, path: str) -> fx.Proxy:
         if path not in self.reads:
@@ -105,8 +130,32 @@ class Tracer(fx.Tracer):
         if _autocast():
             raise Untraceable("enters autocast")
         node = super().create_node(kind, target, args, kwargs, name, type_expr)
-        node.meta["source"] = _source()
+        node.meta["source"] = self.look_back()
         return node
+
+    def look_back(self) -> str:
+        """``file:line: code`` of the innermost statement that is not PyTorch's or fxfuse's. Notes who took part."""
+        source, module = "", ""
+        frame: Any = sys._getframe(2)
+        # Nodes are made below the forward, and the last one by _run itself: whoever called optimize took no part.
+        while frame is not None and frame.f_code not in (_call_with_placeholders.__code__, _run.__code__):
+            name = frame.f_code.co_filename
+            if frame.f_code is nn.Module._call_impl.__code__:
+                module = type(frame.f_locals["self"]).__name__
+            elif not name.startswith((_TORCH_FOLDER, _OWN_FOLDER, "<")):
+                self.code[frame.f_code] = frame.f_globals
+                source = source or f"{name}:{frame.f_lineno}: {linecache.getline(name, frame.f_lineno).strip()}"
+            frame = frame.f_back
+        if module and self.watches_modules:
+            raise Untraceable(f"calls the module {module}, which may change: optimize a module around it")
+        return source
+
+    def to_bool(self, obj: fx.Proxy) -> bool:
+        decided = self.dtypes.decide(obj.node)
+        return super().to_bool(obj) if decided is None else decided
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return Value(node, self)
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
         return attr_val
@@ -138,6 +187,15 @@ class _Record(TorchFunctionMode):
         return self.tracer.create_proxy("call_function", func, args, kwargs)
 
 
+def _own_class(module: nn.Module) -> type[nn.Module]:
+    """The class that a tracing class stands in for."""
+    return type(module).__mro__[1]
+
+
+def _is_torch_leaf(cls: type[nn.Module]) -> bool:
+    return cls.__module__.startswith("torch.nn") and cls not in _TRANSPARENT
+
+
 @functools.cache
 def _traced(cls: Any) -> type[nn.Module]:
     """A stand-in for ``cls`` whose calls and reads the tracer sees. Same name; ``super()`` works as before."""
@@ -154,12 +212,11 @@ def _traced(cls: Any) -> type[nn.Module]:
 
     def __getattribute__(self: Any, name: str) -> Any:
         value = cls.__getattribute__(self, name)
-        # Names with an underscore are nn.Module's own tables; methods and class attributes are not in __dict__.
-        if type(value) in _WATCHED and not name.startswith("_"):
+        if name not in _NOT_WATCHED and not isinstance(value, torch.Tensor):
             attributes = cls.__getattribute__(self, "__dict__")
             tracer = attributes.get(_TRACER)
-            if tracer is not None and name in attributes and tracer.running:
-                tracer.attributes[tracer.paths[id(self)], name] = value
+            if tracer is not None and tracer.running and (name in attributes or _is_class_constant(cls, name, value)):
+                tracer.attributes.add((tracer.paths[id(self)], name))
         return value
 
     names = {
@@ -172,14 +229,28 @@ def _traced(cls: Any) -> type[nn.Module]:
     return type(cls.__name__, (cls,), names)
 
 
+def _is_class_constant(cls: type[nn.Module], name: str, value: Any) -> bool:
+    """Whether a module of ``cls`` finds ``value`` on its class, where an attribute set later would hide it."""
+    for base in cls.__mro__[: cls.__mro__.index(nn.Module)]:
+        if name in vars(base):
+            return vars(base)[name] is value and not isinstance(value, type)
+    return False
+
+
 def trace_module(
-    root: nn.Module, call: Callable[[Any], tuple[tuple, dict[str, Any]]], leaves: Collection[str]
+    root: nn.Module,
+    call: Callable[[Any], tuple[tuple, dict[str, Any]]],
+    leaves: Collection[str],
+    *,
+    dtypes: dict[str, torch.dtype] | None = None,
 ) -> Tracer:
     """Trace ``root.forward``. ``call(placeholder)`` gives its arguments, making free ones with ``placeholder(name)``.
 
+    ``dtypes``: those of the arguments, by placeholder name, where an example told them.
+
     ``root`` is an isolated copy and is used up. Raises Untraceable with the reason where there is no faithful graph.
     """
-    tracer = Tracer(root, leaves)
+    tracer = Tracer(root, leaves, dtypes is not None, dtypes)
     for module in root.modules():
         if not is_opaque(module):
             module.__dict__[_TRACER] = tracer
@@ -190,13 +261,20 @@ def trace_module(
     before = snapshot(root)
     tracer.inlined[""] = root
     run = functools.partial(_call_with_placeholders, tracer, root.forward, call)
-    return _run(tracer, run, root.forward, lambda: changed(root, before))
+    with preserved(root) as altered:
+        return _run(tracer, run, root.forward, lambda: changed(root, before) or altered())
 
 
 def trace_function(function: Callable[..., Any], call: Callable[[Any], tuple[tuple, dict[str, Any]]]) -> Tracer:
-    """Trace a plain function; tensors and modules that it closes over are constants of the graph."""
-    tracer = Tracer(nn.Module(), ())
-    return _run(tracer, functools.partial(_call_with_placeholders, tracer, function, call), function, lambda: None)
+    """Trace a plain function; tensors that it finds by name are constants of the graph."""
+    if isinstance(function, types.MethodType):
+        raise Untraceable("it is a method, of an object that may change: optimize a module, or a function")
+    tracer = Tracer(nn.Module(), (), has_example=True)
+    tracer.watches_modules = True
+    _run(tracer, functools.partial(_call_with_placeholders, tracer, function, call), function, lambda: None)
+    if {id(t) for t in tracer.constants.values()} - tensors_of(names_of([function], tracer.code)):
+        raise Untraceable("reads a tensor that is neither its argument nor found by a name")
+    return tracer
 
 
 def _call_with_placeholders(tracer: Tracer, forward: Callable[..., Any], call: Callable[[Any], Any]) -> Any:
@@ -214,6 +292,7 @@ def _run(tracer: Tracer, run: Callable[[], Any], code: Callable[..., Any], alter
         tracer.patcher = stack.enter_context(_new_patcher())
         _patch_wrapped_functions(tracer.patcher)
         _autowrap_check(tracer.patcher, vars(math), tracer._autowrap_function_ids)
+        tracer.patcher.patch(vars(torch), "is_tensor", is_tensor)
         _wrap_functions(tracer, code)
         try:
             tracer.running = True
@@ -233,14 +312,19 @@ def _run(tracer: Tracer, run: Callable[[], Any], code: Callable[..., Any], alter
 
 
 def _wrap_functions(tracer: Any, code: Any) -> None:
-    """Let calls of math.sqrt and the like on sizes become nodes, where ``code``'s forward was written."""
+    """Let math.sqrt on sizes become nodes, and isinstance() answer, where ``code``'s forward was written."""
     forward = getattr(code, "forward", code)
     scope = getattr(getattr(forward, "__func__", forward), "__globals__", {})
     _autowrap_check(tracer.patcher, scope, tracer._autowrap_function_ids)
+    # Once only: the patcher undoes its patches in the order in which it made them.
+    if scope.get("isinstance") is not is_instance:
+        tracer.patcher.patch(scope, "isinstance", is_instance)
 
 
 def _check_result(result: Any) -> None:
     """Refuse results that a graph would bring back as something else."""
+    if isinstance(result, fx.Proxy):
+        return
     if isinstance(result, (tuple, list)) and (type(result) in (tuple, list, torch.Size) or hasattr(result, "_fields")):
         for value in result:
             _check_result(value)
@@ -252,9 +336,7 @@ def _check_result(result: Any) -> None:
             raise Untraceable(f"returns a {type(result).__name__}")
         for f in dataclasses.fields(result):
             _check_result(getattr(result, f.name))
-    elif not isinstance(
-        result, (fx.Proxy, torch.Tensor, int, float, complex, str, bool, torch.dtype, torch.device, type(None))
-    ):
+    elif not isinstance(result, (torch.Tensor, int, float, complex, str, bool, torch.dtype, torch.device, type(None))):
         raise Untraceable(f"returns a {type(result).__name__}")
 
 
@@ -267,17 +349,6 @@ def _explain(error: Exception) -> str:
 
 def _autocast() -> bool:
     return torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
-
-
-def _source() -> str:
-    """``file:line: code`` of the innermost statement that is neither PyTorch's nor fxfuse's."""
-    frame: Any = sys._getframe(2)
-    while frame is not None and frame.f_code is not _call_with_placeholders.__code__:
-        name = frame.f_code.co_filename
-        if not name.startswith((_TORCH_FOLDER, _OWN_FOLDER, "<")):
-            return f"{name}:{frame.f_lineno}: {linecache.getline(name, frame.f_lineno).strip()}"
-        frame = frame.f_back
-    return ""
 
 
 def _tensors(root: nn.Module) -> Any:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import types
-from collections import OrderedDict
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,6 +17,8 @@ REGION = "_fxfuse"
 """Instance attribute of a module whose forward is a region's."""
 ROOT = "_fxfuse_root"
 """Instance attribute of an optimized model: its report and its regions."""
+COPYING = ("__reduce_ex__", "_replicate_for_data_parallel")
+"""Instance attributes of both, which make copies come out right; see copies.py."""
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _CONTAINERS = (list, tuple, dict, set, OrderedDict)
@@ -54,8 +59,12 @@ def copy_tree(root: nn.Module, *, isolate: bool = False) -> nn.Module:
 
 def plain_attributes(module: nn.Module) -> dict[str, Any]:
     """A module's instance attributes as they were before fxfuse."""
-    attributes = dict(module.__dict__)
-    attributes.pop(ROOT, None)
+    return without_region(module.__dict__)
+
+
+def without_region(attributes: dict[str, Any]) -> dict[str, Any]:
+    """The same instance attributes without what fxfuse installed."""
+    attributes = {name: value for name, value in attributes.items() if name not in (ROOT, *COPYING)}
     region = attributes.pop(REGION, None)
     if region is not None:
         attributes.pop("forward", None)
@@ -82,7 +91,8 @@ class _Remap:
             same = func is value.func and args is value.args and keywords is value.keywords
             return value if same else functools.partial(func, *args, **keywords)
         if type(value) not in _CONTAINERS:
-            return value
+            growing = isinstance(value, (dict, list, set, deque)) and self.isolate
+            return self.done.setdefault(id(value), copy.copy(value)) if growing else value
         if id(value) not in self.done:
             self.done[id(value)] = value  # a container that holds itself stays as it is
             self.done[id(value)] = self.container(value)
@@ -100,14 +110,14 @@ class _Remap:
 
 def snapshot(root: nn.Module) -> dict[tuple[int, str], Any]:
     """What every attribute in the tree refers to, containers by their elements, for ``changed`` to compare with."""
-    return {(id(m), name): _shallow(value) for m in root.modules() for name, value in m.__dict__.items()}
+    return {(id(m), name): contents(value) for m in root.modules() for name, value in m.__dict__.items()}
 
 
 def changed(root: nn.Module, before: dict[tuple[int, str], Any]) -> str | None:
     """The first attribute, as ``Class.name``, that no longer is what it was; None where all are."""
     for module in root.modules():
         for name, value in module.__dict__.items():
-            if not _same(before.get((id(module), name), _MISSING), _shallow(value)):
+            if not same(before.get((id(module), name), _MISSING), contents(value)):
                 return f"{type(module).__name__}.{name}"
     return None
 
@@ -115,16 +125,56 @@ def changed(root: nn.Module, before: dict[tuple[int, str], Any]) -> str | None:
 _MISSING = object()
 
 
-def _shallow(value: Any) -> Any:
+def contents(value: Any) -> Any:
+    """``value`` for ``same`` to compare with later: containers by their elements, as they change in place."""
     if isinstance(value, dict):
-        return (dict, tuple(value.items()))
-    return (type(value), tuple(value)) if type(value) in _CONTAINERS else value
+        return (type(value), tuple((k, contents(v)) for k, v in value.items()))
+    if isinstance(value, (list, set, deque)) or type(value) is tuple:
+        return (type(value), tuple(map(contents, value)))
+    return value
 
 
-def _same(a: Any, b: Any) -> bool:
+def same(a: Any, b: Any) -> bool:
+    """Whether two ``contents`` are of the same objects and equal numbers."""
     if isinstance(a, tuple) and isinstance(b, tuple):
-        return len(a) == len(b) and all(_same(x, y) for x, y in zip(a, b, strict=True))
+        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
     return a is b or (isinstance(a, (int, float, str)) and type(a) is type(b) and a == b)
+
+
+@contextmanager
+def preserved(root: nn.Module) -> Iterator[Callable[[], str | None]]:
+    """Puts back the attributes of the objects that modules of the tree hold: a configuration, a counter, a cache.
+
+    These are shared with the model, as copying what is not known would be worse. Yields a function that tells the class
+    of the first object that was changed.
+    """
+    named = (item for m in root.modules() for item in m.__dict__.items())
+    objects = {id(v): v for name, v in named if _has_state(v) and not name.startswith(REGION)}
+    before = {key: dict(vars(v)) for key, v in objects.items()}
+    known = {key: contents(b) for key, b in before.items()}
+
+    def altered() -> list[int]:
+        return [key for key, v in objects.items() if not same(known[key], contents(vars(v)))]
+
+    try:
+        yield lambda: next((type(objects[key]).__name__ for key in altered()), None)
+    finally:
+        for key in altered():
+            vars(objects[key]).clear()
+            vars(objects[key]).update(before[key])
+
+
+def _has_state(value: Any) -> bool:
+    stateless = (
+        nn.Module,
+        torch.Tensor,
+        type,
+        types.ModuleType,
+        types.FunctionType,
+        types.MethodType,
+        functools.partial,
+    )
+    return isinstance(getattr(value, "__dict__", None), dict) and not isinstance(value, stateless)
 
 
 def hooked(module: nn.Module) -> str | None:

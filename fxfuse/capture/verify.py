@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_flatten
 
 from fxfuse import numerics
 from fxfuse.capture.record import own, trial_copy, trial_run
@@ -26,7 +27,7 @@ def differing(
     for region in regions:
         module = trial.get_submodule(region.path)
         module.__dict__["forward"] = types.MethodType(_checking(region, module, wrong), module)
-    with trial_run(trial):
+    with trial_run(model):
         trial(*own(args), **own(kwargs))
     return wrong
 
@@ -40,16 +41,7 @@ def _checking(region: Region, module: nn.Module, wrong: dict[str, str]) -> Any:
         if done:
             return forward(*args, **kwargs)
         done = True
-        ours, reference = own((args, kwargs)), own((args, kwargs))
-        state = torch.random.get_rng_state()
-        expected = forward(*args, **kwargs)
-        after = torch.random.get_rng_state()
-        torch.random.set_rng_state(state)
-        try:
-            reason = _compare(region, module, ours, reference, own(expected))
-        except Exception as error:  # a graph that cannot run where the forward could is wrong, too
-            reason = f"its graph raised {type(error).__name__}: {error}"
-        torch.random.set_rng_state(after)
+        expected, reason = _judged(region, module, forward, args, kwargs)
         if reason:
             wrong[region.path] = reason
         return expected
@@ -57,19 +49,63 @@ def _checking(region: Region, module: nn.Module, wrong: dict[str, str]) -> Any:
     return checked
 
 
-def _compare(region: Region, module: nn.Module, ours: Any, reference: Any, expected: Any) -> str:
-    given = _placeholders(region, ours)
-    if given is None:
-        return ""
-    got = region.graph_module(owner=module)(*given)
-    exact, magnitude = numerics.reference(
-        region.graph_module(original=True, owner=module), _placeholders(region, reference) or ()
-    )
+def function_differs(region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """How a function's graph differs from the function on these arguments; "" where it does not."""
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        return _judged(region, None, region.owner, args, kwargs)[1]
+
+
+def _judged(region: Region, owner: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, str]:
+    """What ``forward`` returns, and how the region's graph differs from it."""
+    ours, reference = own((args, kwargs)), own((args, kwargs))
+    state = torch.random.get_rng_state()
+    expected = forward(*args, **kwargs)
+    after = torch.random.get_rng_state()
+    torch.random.set_rng_state(state)
+    try:
+        reason = _compare(region, owner, ours, reference, own(expected))
+    except Exception as error:  # a graph that cannot run where the forward could is wrong, too
+        reason = f"its graph raised {_named(error)}"
+    torch.random.set_rng_state(after)
+    return expected, reason and f"was wrong on the example: {reason}"
+
+
+def _compare(region: Region, owner: Any, ours: Any, reference: Any, expected: Any) -> str:
+    state = torch.random.get_rng_state()
+    got = region.graph_module(owner=owner)(*_placeholders(region, ours))
+    torch.random.set_rng_state(state)
+    original = region.graph_module(original=True, owner=owner)
+    traced = original(*_placeholders(region, own(reference)))
+    if not torch.equal(torch.random.get_rng_state(), state):
+        return (
+            "" if _equal(got, expected) else "it is not equal, and with random numbers it cannot be judged in float64"
+        )
+    try:
+        exact, magnitude = numerics.reference(original, _placeholders(region, reference))
+    except Exception as error:  # an operator that has no float64 kernel: only an equal answer is surely right
+        return "" if _equal(got, expected) else f"it is not equal, and cannot be judged in float64 ({_named(error)})"
+    # The float64 answer is that of the graph as traced. Were the trace wrong, it would be wrong as well, and eager's
+    # distance from it excuse any error: so eager's answer is judged first, as if it were to replace the trace's.
+    faithful = numerics.judge(expected, traced, exact, magnitude)
+    if not faithful:
+        return f"the trace is not what the forward computes: {faithful.reason}"
     return numerics.judge(got, expected, exact, magnitude).reason
 
 
-def _placeholders(region: Region, call: Any) -> list[Any] | None:
-    """The values of the region's placeholders in a call; None where the trace was for another kind of call."""
+def _equal(got: Any, expected: Any) -> bool:
+    (ours, structure), (theirs, other) = tree_flatten(got), tree_flatten(expected)
+    return structure == other and all(
+        torch.equal(a, b) if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) else a == b
+        for a, b in zip(ours, theirs, strict=True)
+    )
+
+
+def _named(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
+
+
+def _placeholders(region: Region, call: Any) -> list[Any]:
+    """The values of the region's placeholders in a call."""
     bound = region.arguments.signature.bind(*call[0], **call[1])
     bound.apply_defaults()
     return [eval(expression, {}, dict(bound.arguments)) for expression in region.arguments.free.values()]

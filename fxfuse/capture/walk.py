@@ -8,10 +8,18 @@ from dataclasses import dataclass
 from torch import fx, nn
 
 from fxfuse.capture.arguments import Arguments, Recorded, plan
-from fxfuse.capture.tracer import Tracer, Untraceable, trace_module
-from fxfuse.capture.tree import copy_tree, is_opaque
+from fxfuse.capture.tracer import Tracer, trace_module
+from fxfuse.capture.tree import copy_tree, hooked, is_opaque
+from fxfuse.capture.value import Untraceable
 from fxfuse.options import Options
 from fxfuse.report import Uncaptured
+
+SERVED = (nn.TransformerEncoderLayer, nn.MultiheadAttention)
+"""Run in inference as one operator of torch: ``_transformer_encoder_layer_fwd``, ``_native_multi_head_attention``.
+
+Tracing the encoder layer with that path switched off, to fuse linear1 with its activation, was measured on a CPU at
+d_model 768, feed-forward 3072: 2 to 7 % less CPU time in float32, 8 to 11 % more in bfloat16 with 16 rows.
+"""
 
 
 @dataclass
@@ -29,60 +37,98 @@ class Trace:
 
 
 class Walk:
-    """Traces ``model`` from the top; where a module has no graph, its children are tried, then it again around them."""
+    """Traces ``model`` from the top; where a module has no graph, its children are tried, then it again around them.
 
-    def __init__(self, model: nn.Module, options: Options, recorded: Mapping[str, Recorded] | None):
-        self.model, self.options, self.recorded = model, options, recorded
+    ``wrong`` are paths that have shown before that their graph is not faithful, with the reason.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        options: Options,
+        recorded: Mapping[str, Recorded] | None,
+        wrong: Mapping[str, str] | None = None,
+    ):
+        self.model, self.options, self.recorded, self.wrong = model, options, recorded, wrong or {}
         self.traces: list[Trace] = []
         self.uncaptured: list[Uncaptured] = []
-        self.seen: set[int] = set()
+        self.seen: dict[int, bool] = {}
         self.visit("", model)
 
-    def visit(self, path: str, module: nn.Module) -> bool:
-        """Whether the module lies in a region. Shared modules are taken once, where they are met first."""
-        if id(module) in self.seen or not has_projection(module):
-            return True
-        self.seen.add(id(module))
+    def visit(self, path: str, module: nn.Module) -> set[str]:
+        """The paths at or below ``path`` that a trace around them must keep as calls; none where it has a graph itself.
+
+        Shared modules are taken once, where they are met first.
+        """
+        if id(module) not in self.seen:
+            self.seen[id(module)] = True  # a module that contains itself
+            calls = self.capture(path, module)
+            self.seen[id(module)] = not calls
+            return calls
+        return set() if self.seen[id(module)] else {path}
+
+    def capture(self, path: str, module: nn.Module) -> set[str]:
+        if not _has_forward(module):
+            if not path and not has_projection(module):
+                self.uncaptured.append(Uncaptured(path, type(module).__name__, "it has no forward"))
+            return self.below(path, module)
         try:
-            self.traces.append(self.trace(path, module, set()))
-            return True
+            trace = self.trace(path, module, set())
         except Untraceable as refusal:
             reason = str(refusal)
-        if is_opaque(module) or self.is_excluded(path, module):
-            self.uncaptured.append(Uncaptured(path, type(module).__name__, reason))
-            return False
-        inner = len(self.traces)
-        leaves = {
-            name for name, child in module.named_children() if not self.visit(f"{path}.{name}".lstrip("."), child)
-        }
-        if leaves:
-            below = {t.path[len(path) :].lstrip(".") for t in self.traces[inner:]}
-            try:
-                whole = self.trace(path, module, leaves)
-                # What was captured beside the leaves is part of the larger region; what lies inside them stays.
-                self.traces[inner:] = [t for t in self.traces[inner:] if _within(t.path, path, leaves)]
-                self.traces.append(whole)
-                return True
-            except Untraceable as refusal:
-                reason = str(refusal) if below else reason
-        if not isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-            self.uncaptured.append(Uncaptured(path, type(module).__name__, reason))
-        return False
+        else:
+            # Without a matrix there is nothing to fuse, unless matrices are arguments of the model itself.
+            if has_projection(module) or not path:
+                self.add(trace)
+            return set()
+        if path and not has_projection(module):
+            return {path}
+        if not (is_opaque(module) or type(module) in SERVED or self.is_excluded(path, module)):
+            inner = len(self.traces)
+            calls = self.below(path, module)
+            if calls:
+                try:
+                    trace = self.trace(path, module, {_relative(call, path) for call in calls})
+                except Untraceable as refusal:
+                    reason = str(refusal)
+                else:
+                    # What was captured beside the calls is part of the larger region; what lies inside them stays.
+                    self.traces[inner:] = [t for t in self.traces[inner:] if _within(t.path, calls)]
+                    self.add(trace)
+                    return set()
+        self.uncaptured.append(Uncaptured(path, type(module).__name__, reason))
+        return {path}
+
+    def below(self, path: str, module: nn.Module) -> set[str]:
+        return set().union(*(self.visit(_join(path, name), child) for name, child in module.named_children()))
+
+    def add(self, trace: Trace) -> None:
+        """Keep a trace; modules that it only calls may have regions of their own inside."""
+        self.traces.append(trace)
+        for target in dict.fromkeys(str(n.target) for n in trace.graph.nodes if n.op == "call_module"):
+            module = trace.module.get_submodule(target)
+            if has_projection(module) and (_is_composite(module) or hooked(module) or "forward" in module.__dict__):
+                self.visit(_join(trace.path, target), module)
 
     def trace(self, path: str, module: nn.Module, leaves: set[str]) -> Trace:
         self.refuse(path, module)
         recorded = self.recorded.get(path) if self.recorded is not None else None
         if self.recorded is not None and recorded is None:
             raise Untraceable("the example inputs did not reach it")
-        if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-            raise Untraceable("it has no forward")
         root = copy_tree(module, isolate=True)
         arguments = plan(root.forward, recorded)
-        return Trace(path, module, arguments, trace_module(root, arguments.call, leaves | self.excluded(path, module)))
+        calls = leaves | self.excluded(path, module)
+        dtypes = {name: fact.dtype for name, fact in arguments.facts.items()} if recorded is not None else None
+        tracer = trace_module(root, arguments.call, calls, dtypes=dtypes)
+        return Trace(path, module, arguments, tracer)
 
     def refuse(self, path: str, module: nn.Module) -> None:
         if is_opaque(module):
             raise Untraceable("it is scripted")
+        if type(module) in SERVED:
+            raise Untraceable("torch's own fused inference path serves it")
+        if path in self.wrong:
+            raise Untraceable(self.wrong[path])
         if "forward" in module.__dict__:
             raise Untraceable("its forward was replaced on the instance")
         if self.is_excluded(path, module):
@@ -103,6 +149,22 @@ def has_projection(module: nn.Module) -> bool:
     return any(p.ndim >= 2 for p in module.parameters()) or any(b.ndim >= 2 for b in module.buffers())
 
 
-def _within(path: str, base: str, leaves: set[str]) -> bool:
-    inner = path[len(base) :].lstrip(".")
-    return any(inner == leaf or inner.startswith(leaf + ".") for leaf in leaves)
+def _has_forward(module: nn.Module) -> bool:
+    return is_opaque(module) or type(module).forward is not nn.Module.forward or "forward" in module.__dict__
+
+
+def _is_composite(module: nn.Module) -> bool:
+    """Whether a module does more than one step: whatever has children, and every class that is not torch's own."""
+    return any(True for _ in module.children()) or not type(module).__module__.startswith("torch.nn")
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _relative(path: str, base: str) -> str:
+    return path[len(base) :].lstrip(".")
+
+
+def _within(path: str, bases: set[str]) -> bool:
+    return any(path == base or path.startswith(base + ".") for base in bases)

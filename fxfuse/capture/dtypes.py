@@ -1,0 +1,75 @@
+"""Decisions of a forward by dtype, ``if x.dtype != self.weight.dtype: ...``, taken under an assumption that is kept.
+
+What a module without an example is given is taken to have the dtype of its parameters. Both are checked at each call.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from fxfuse.spellings import ACTIVATIONS, MODULES, spell
+
+_COMPARISONS = {operator.eq: True, operator.ne: False}
+# Of operands of one floating dtype these make a value of the same.
+_KEEPING = frozenset(ACTIVATIONS) | {
+    "linear", "matmul", "mm", "addmm", "add", "sub", "mul", "div", "neg", "pow", "dropout", "reshape", "flatten",
+    "unflatten", "transpose", "permute", "contiguous", "t",
+}  # fmt: skip
+
+
+class Dtypes:
+    """The dtypes of a graph's values, as far as the graph's own operators tell."""
+
+    def __init__(self, root: nn.Module, known: dict[str, torch.dtype]):
+        self.root, self.known = root, known
+        self.assumed: dict[tuple[str, str], torch.dtype] = {}
+        """("placeholder", its name) or ("get_attr", path of the tensor) -> what decisions took its dtype to be."""
+
+    def decide(self, node: fx.Node) -> bool | None:
+        """The truth of a comparison of dtypes; None where the node is something else, or they are not known."""
+        if node.target not in _COMPARISONS or len(node.args) != 2:
+            return None
+        sides = [self.named(side) for side in node.args]
+        if None in sides:
+            return None
+        return (sides[0] == sides[1]) == _COMPARISONS[node.target]
+
+    def named(self, side: Any) -> torch.dtype | None:
+        if isinstance(side, torch.dtype):
+            return side
+        is_dtype = isinstance(side, fx.Node) and side.target is getattr and side.args[1] == "dtype"
+        return self.of(side.args[0]) if is_dtype else None
+
+    def of(self, node: Any) -> torch.dtype | None:
+        if node.op == "placeholder":
+            return self.assume(node, self.known.get(node.name, self.of_parameters(self.root)))
+        if node.op == "get_attr":
+            path, _, name = str(node.target).rpartition(".")
+            module = self.root.get_submodule(path)
+            value = module._parameters.get(name, module._buffers.get(name))
+            return self.assume(node, value.dtype if value is not None else None)
+        inputs = {self.of(arg) for arg in node.all_input_nodes}
+        if node.op == "call_module":
+            module = self.root.get_submodule(str(node.target))
+            if not isinstance(module, (nn.Linear, nn.Dropout, nn.Identity, *MODULES)):
+                return None
+            inputs |= {parameter.dtype for parameter in module.parameters()}
+        else:
+            call = spell(node)
+            if call is None or call.name not in _KEEPING:
+                return None
+        only = inputs.pop() if len(inputs) == 1 else None
+        return only if only is not None and only.is_floating_point else None
+
+    def assume(self, node: fx.Node, dtype: torch.dtype | None) -> torch.dtype | None:
+        if dtype is not None:
+            self.assumed[node.op, str(node.target)] = dtype
+        return dtype
+
+    @staticmethod
+    def of_parameters(module: nn.Module) -> torch.dtype | None:
+        return next((p.dtype for p in module.parameters() if p.is_floating_point()), None)

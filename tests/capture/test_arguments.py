@@ -1,0 +1,223 @@
+"""All kinds of parameters: the fused forward takes them as the model's does, and what is not as traced falls back."""
+
+from __future__ import annotations
+
+import enum
+import inspect
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fxfuse
+
+WIDTH = 16
+
+
+class Mode(enum.Enum):
+    A = 1
+    B = 2
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, WIDTH)
+
+    def core(self, x: torch.Tensor, *more: Any) -> torch.Tensor:
+        y = torch.relu(self.up(x))
+        for value in more:
+            if isinstance(value, torch.Tensor):
+                y = y + value
+            elif isinstance(value, (int, float)):
+                y = y * value
+        return y
+
+
+class Positional(Model):
+    def forward(self, x, bias=None, /, scale=2.0):
+        return self.core(x, bias, scale)
+
+
+class KeywordOnly(Model):
+    def forward(self, x, *, bias=None, scale=2.0):
+        return self.core(x, bias, scale)
+
+
+class VarPositional(Model):
+    def forward(self, x, *more, scale=1.0):
+        return self.core(x, *more, scale)
+
+
+class VarKeyword(Model):
+    def forward(self, x, **more):
+        return self.core(x, *more.values())
+
+
+class Everything(Model):
+    def forward(self, x, /, bias, *rest, scale=1.0, mode=Mode.A, **more):
+        return self.core(x, bias, *rest, scale, *more.values()) * (2 if mode is Mode.B else 1)
+
+
+class Names(Model):
+    """Parameters with names that generated code might use."""
+
+    def forward(self, region, constant_0=1.0, read_0=None, m1=None, body=2.0, _=None, args=3.0, autocast=None):
+        return self.core(region, constant_0, read_0, m1, body, args)
+
+
+class Sequences(Model):
+    def forward(self, x, dims=(1, 2), sizes=[3.0]):  # noqa: B006
+        return self.core(x, *dims, *sizes)
+
+
+X, BIAS = torch.randn(3, WIDTH), torch.randn(WIDTH)
+# class, the example call, other calls and whether they run fused
+CALLS: list[tuple[type[Model], tuple[Any, ...], dict[str, Any], list[tuple[tuple[Any, ...], dict[str, Any], bool]]]] = [
+    (
+        Positional,
+        (X, BIAS),
+        {},
+        [((X, BIAS, 2.0), {}, True), ((X, BIAS), {"scale": 3.0}, False), ((X,), {}, False), ((X, BIAS, 2), {}, False)],
+    ),
+    (
+        KeywordOnly,
+        (X,),
+        {"bias": BIAS},
+        [((), {"bias": BIAS, "x": X}, True), ((X,), {}, False), ((X,), {"scale": 2.0, "bias": BIAS}, True)],
+    ),
+    (
+        VarPositional,
+        (X, BIAS, BIAS),
+        {},
+        [
+            ((X, BIAS, BIAS), {"scale": 1.0}, True),
+            ((X, BIAS), {}, False),
+            ((X, BIAS, 2.0), {}, False),
+            ((X,), {}, False),
+        ],
+    ),
+    (
+        VarKeyword,
+        (X,),
+        {"a": BIAS, "b": 2.0},
+        [
+            ((X,), {"b": 2.0, "a": BIAS}, False),
+            ((X,), {"a": BIAS, "b": 2.0}, True),
+            ((X,), {"a": BIAS, "c": 2.0}, False),
+            ((X,), {"a": BIAS}, False),
+            ((X,), {"a": BIAS, "b": 3.0}, False),
+            ((X,), {"a": 1.0, "b": 2.0}, False),
+        ],
+    ),
+    (
+        Everything,
+        (X, BIAS, BIAS),
+        {"mode": Mode.B, "k": BIAS},
+        [
+            ((X, BIAS, BIAS), {"k": BIAS, "mode": Mode.B, "scale": 1.0}, True),
+            ((X, BIAS, BIAS), {"k": BIAS, "mode": Mode.A}, False),
+            ((X, BIAS), {"k": BIAS, "mode": Mode.B}, False),
+            ((X,), {"bias": BIAS}, False),
+        ],
+    ),
+    (
+        Names,
+        (X,),
+        {"m1": BIAS},
+        [
+            ((X, 1.0, None, BIAS), {}, True),
+            ((X,), {"m1": BIAS, "_": None}, True),
+            ((X,), {"body": 1.0, "m1": BIAS}, False),
+        ],
+    ),
+    (
+        Sequences,
+        (X,),
+        {},
+        [((X, (1, 2)), {}, True), ((X,), {"sizes": [3.0]}, True), ((X, (2, 1)), {}, False), ((X, [1, 2]), {}, False)],
+    ),
+]
+
+
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: call[0].__name__)
+def test_calls(call):
+    cls, args, kwargs, others = call
+    model = cls().eval()
+    optimized = fxfuse.optimize(model, args, kwargs)
+    assert inspect.signature(optimized.forward) == inspect.signature(model.forward)
+    calls = fxfuse.report(optimized).calls[""]
+    with torch.no_grad():
+        for more_args, more_kwargs, fused in [(args, kwargs, True), *others]:
+            before = calls.fused
+            # Too small for the fused kernels: equal to the last bit.
+            assert torch.equal(optimized(*more_args, **more_kwargs), model(*more_args, **more_kwargs))
+            assert calls.fused - before == fused, (more_args, more_kwargs, calls.reasons)
+    assert calls.fallback == sum(not fused for *_, fused in others)
+    assert all(reason.startswith(("argument ", "expected ")) for reason in calls.reasons)
+
+
+@pytest.mark.parametrize("cls", [Positional, KeywordOnly, VarPositional, Names, Sequences])
+def test_without_an_example_defaults_are_assumed(cls):
+    model = cls().eval()
+    optimized = fxfuse.optimize(model)
+    with torch.no_grad():
+        assert torch.equal(optimized(X), model(X))
+    assert fxfuse.report(optimized).calls[""].fused == 1
+
+
+def test_a_list_changed_by_its_owner():
+    sizes = [3.0]
+    model = Sequences().eval()
+    optimized = fxfuse.optimize(model, (X,), {"sizes": sizes})
+    sizes[0] = 5.0
+    with torch.no_grad():
+        assert torch.equal(optimized(X, sizes=sizes), model(X, sizes=sizes))
+
+    def scaled(x: torch.Tensor, sizes: list[float]) -> torch.Tensor:
+        return torch.relu(F.linear(x, torch.ones(4, WIDTH))) * sizes[0]
+
+    optimized = fxfuse.optimize(scaled, (X, sizes))
+    sizes[0] = 7.0
+    assert torch.equal(optimized(X, sizes), scaled(X, sizes))
+
+
+@pytest.mark.parametrize("value", [{"a": X}, [X], object(), {1, 2}, X.numpy()], ids=lambda v: type(v).__name__)
+def test_arguments_of_other_kinds(value):
+    class Taking(Model):
+        def forward(self, x, other):
+            return self.core(x)
+
+    model = Taking().eval()
+    optimized = fxfuse.optimize(model, (X, value))
+    (uncaptured,) = fxfuse.report(optimized).uncaptured
+    assert uncaptured.reason == f"its argument other is a {type(value).__name__}"
+    with torch.no_grad():
+        assert torch.equal(optimized(X, value), model(X, value))
+
+
+def test_names_that_generated_code_needs():
+    class Taking(Model):
+        def forward(self, x, type=None):
+            return self.core(x)
+
+    optimized = fxfuse.optimize(Taking().eval())
+    assert "its parameter type has a name" in fxfuse.report(optimized).uncaptured[0].reason
+    with torch.no_grad():
+        assert optimized(X, type=3).shape == X.shape
+
+
+def test_one_tensor_given_twice_stays_one():
+    """Attention asks whether its key is its query."""
+    same = []
+
+    class Asking(Model):
+        def forward(self, query, key):
+            same.append(query is key)
+            return self.core(query, key)
+
+    model = Asking().eval()
+    fxfuse.optimize(model, (X, X))
+    assert same[0] is True
