@@ -76,7 +76,7 @@ def excess(y: Tensor, e: Tensor, r: Tensor, magnitude: Tensor) -> Verdict:
 
 
 def judge(y: Any, e: Any, r: Any, magnitude: Any) -> Verdict:
-    """`excess` over equal structures (tuples, dicts, dataclasses, ...) of tensors: the first wrong, or the closest call.
+    """`excess` over equal structures (tuples, dicts, dataclasses) of tensors: the first wrong, or the closest call.
 
     What is no tensor must be equal.
     """

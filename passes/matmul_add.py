@@ -72,7 +72,8 @@ class EinsumToMatmul(Rule):
 def _expect_bias(m):
     """Leave alone what is no candidate: a residual, another projection, or a mask on the product of two activations."""
     m.require(isinstance(m.b, fx.Node), "the added term is the number {}, not a bias", m.b)
-    m.expect(m.given("b") is not None, "adds an activation")
+    fact, owned = m.fact("b"), m.b in m.facts.static
+    m.expect(m.given("b") is not None and (owned or fact is None or len(fact.shape) == 1), "adds an activation")
     m.expect(m.b in m.facts.static or m.given("w") is not None, "a product of activations")
 
 
@@ -120,6 +121,8 @@ class LinearAdd(Rule):
 
     def check(self, m):
         _expect_bias(m)
+        # What a module with a bias of its own is given to add is a residual, as far as one can tell without its shape.
+        m.expect(m.c is None or m.b in m.facts.static or m.fact("b") is not None, "adds an activation")
         m.require(m.c is None, "the projection has a bias already")
         fact = m.fact("w")
         m.require(fact is not None, "the weight's shape is not known")

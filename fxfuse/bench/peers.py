@@ -104,7 +104,18 @@ def _onednn(target: Target) -> Run:
         raise DoesNotApply("oneDNN runs on the CPU")
     if not (torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")):
         raise DoesNotApply("this build of torch has no mkldnn::_linear_pointwise")
-    return by_hand(target.model)
+    return _ByHand(by_hand(target.model))
+
+
+class _ByHand(nn.Module):
+    """What one would write in the model's place: a module, like every other column, whose forward calls oneDNN."""
+
+    def __init__(self, run: Run):
+        super().__init__()
+        self.run = run
+
+    def forward(self, x: Tensor) -> Any:
+        return self.run(x)
 
 
 def _pointwise(x: Tensor, weight: Tensor, bias: Tensor | None, act: str = "none", how: str = "") -> Tensor:

@@ -19,6 +19,7 @@ from fxfuse.capture.copies import protect, release
 from fxfuse.capture.names import Name, names_of
 from fxfuse.capture.tree import REGION, ROOT
 from fxfuse.engine import Rewriting
+from fxfuse.ops import BEHIND_THE_DOOR
 from fxfuse.report import Calls
 
 P = inspect.Parameter
@@ -155,7 +156,9 @@ class Region:
                 mapping[n] = seen[target]
         for n in self.graph.nodes:
             if n not in mapping and n.op != "output":
-                mapping[n] = graph.node_copy(n, lambda a: mapping[a])
+                mapping[n] = copied = graph.node_copy(n, lambda a: mapping[a])
+                # The checks of the region are those of the door, so no operator needs to ask again.
+                copied.target = BEHIND_THE_DOOR.get(n.target, n.target) if n.op == "call_function" else n.target
         output = next(n for n in self.graph.nodes if n.op == "output")
         graph.output(fx.map_arg(output.args[0], lambda a: mapping[a]))
         code = graph.python_code("self")
