@@ -19,9 +19,11 @@ from fxfuse.capture.names import Name
 from fxfuse.capture.tree import HOOKS, contents, same
 
 SCOPE: dict[str, Any] = {
-    "fx_plain_types": frozenset({torch.Tensor, nn.Parameter}),
     "fx_unserved": frozenset({torch.float64, torch.complex64, torch.complex128, torch.complex32}),
-    "fx_compiling": torch.compiler.is_compiling,
+    "fx_Tensor": torch.Tensor,
+    "fx_Parameter": nn.Parameter,
+    # Cheaper than is_compiling(); the exporters that do without Dynamo work by modes, which are asked for as well.
+    "fx_compiling": torch.compiler.is_dynamo_compiling,
     "fx_function_modes": torch._C._len_torch_function_stack,
     "fx_dispatch_modes": torch._C._len_torch_dispatch_stack,
     "fx_functorch_level": torch._C._functorch.maybe_current_level,
@@ -94,7 +96,7 @@ def of_arguments(
         shown = _quoted(expression)
         checks.append(
             Check(
-                f"type({expression}) in fx_plain_types",
+                f"(type({expression}) is fx_Tensor or type({expression}) is fx_Parameter)",
                 "fallback",
                 f"f'argument {shown}: expected a plain tensor, found {{fx_describe({expression})}}'",
             )
@@ -214,7 +216,9 @@ def of_read(target: str, name: str, reach: str, value: Any) -> Iterable[Check]:
     """Checks of a parameter, buffer or attribute that the graph reads; binds it to the local ``name``."""
     yield Check(f"({name} := {reach}) is not None", "fallback", f"'{_quoted(target)} is gone'")
     if isinstance(value, torch.Tensor):
-        yield Check(f"type({name}) in fx_plain_types", "plain", f"f'{_quoted(target)} is a {{type({name}).__name__}}'")
+        types = ("fx_Parameter", "fx_Tensor") if isinstance(value, nn.Parameter) else ("fx_Tensor", "fx_Parameter")
+        plain = f"(type({name}) is {types[0]} or type({name}) is {types[1]})"
+        yield Check(plain, "plain", f"f'{_quoted(target)} is a {{type({name}).__name__}}'")
 
 
 def describe(value: Any) -> str:

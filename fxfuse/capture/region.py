@@ -102,16 +102,21 @@ class Region:
         rest = "(self, " + names + ")" if on_module else "(None, " + names + ")"
         forward = [
             *head,
-            "    if (",
-            *(f"        {'and ' if i else ''}{c.holds}" for i, c in enumerate(checks)),
-            "    ):",
+            "    try:",
+            "        fx_holds = (",
+            *(f"            {'and ' if i else ''}{c.holds}" for i, c in enumerate(checks)),
+            "        )",
+            "    except KeyError:",
+            "        fx_holds = False",
+            "    if fx_holds:",
             "        fx_region.calls.fused += 1",
             f"        return fx_body({values})",
             f"    return fx_region.otherwise{rest}",
         ]
         explain = [head[0].replace("def forward", "def explain"), *head[1:]]
         for c in checks:
-            explain += [f"    if not ({c.holds}):", f"        return {c.kind!r}, {c.why}"]
+            explain += ["    try:", f"        fx_holds = {c.holds}", "    except KeyError:", "        fx_holds = False"]
+            explain += ["    if not fx_holds:", f"        return {c.kind!r}, {c.why}"]
         explain.append("    return 'plain', 'the assumptions hold again'")
         self.source = "\n".join([*forward, "", *explain]) + "\n"
         filename = f"<fxfuse region {self.path or 'root'} of {type(self.owner).__name__} {id(self)}>"
@@ -131,7 +136,7 @@ class Region:
     def _reach(self, path: str, local: dict[str, str]) -> str:
         parent, _, name = path.rpartition(".")
         if parent in local:
-            return f"{local[parent]}._modules.get({name!r})"
+            return f"{local[parent]}._modules[{name!r}]"
         return "self" + "".join(f"._modules[{part!r}]" for part in path.split("."))
 
     def _compile_body(
@@ -171,13 +176,13 @@ class Region:
 
     def _reach_tensor(self, target: str, local: dict[str, str]) -> str:
         if target in self.constants:
-            return f"fx_region.constants.get({target!r})"
+            return f"fx_region.constants[{target!r}]"
         path, _, name = target.rpartition(".")
         holder = local.get(path) or "self" + "".join(f"._modules[{part!r}]" for part in path.split("."))
         module = self.resolve(path) if path else self.owner
         for table in ("_parameters", "_buffers"):
             if name in getattr(module, table):
-                return f"{holder}.{table}.get({name!r})"
+                return f"{holder}.{table}[{name!r}]"
         return f"getattr({holder}, {name!r}, None)"
 
     def _parameters(self, scope: dict[str, Any]) -> tuple[str, str]:
