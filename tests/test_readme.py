@@ -1,9 +1,14 @@
-"""The two commands of the README are what CI runs."""
+"""The two commands of the README are what CI runs, and the report that it shows is what its program prints."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
+import pytest
+
 from fxfuse.bench.models import BUILT_IN
+from fxfuse.ops import onednn
 
 ROOT = Path(__file__).parents[1]
 COMMANDS = re.findall(r"^python3 -m venv .*$", (ROOT / "README.md").read_text(), re.MULTILINE)
@@ -29,3 +34,15 @@ def test_ci_runs_the_readmes_main_job_quickly():
     assert main_job.split()[:2] == [".venv/bin/fxfuse", "bench"]
     assert set(main_job.split()[2:]) <= set(BUILT_IN)
     assert f"\n{main_job} --quick\n" in CI
+
+
+@pytest.mark.skipif(
+    not onednn.AVAILABLE, reason="without oneDNN plain linears are not lowered, and the report is another"
+)
+def test_the_report_shown_is_the_programs_output(tmp_path):
+    program, shown = re.search(
+        r"`model.py`:\n\n```python\n(.*?)```\n.*?```text\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL
+    ).groups()
+    (tmp_path / "model.py").write_text(program)
+    run = subprocess.run([sys.executable, "model.py"], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert [line.rstrip() for line in run.stdout.splitlines()] == shown.splitlines()
