@@ -81,7 +81,7 @@ def _step(call: Call, x: fx.Node, seen: list[fx.Node]) -> Polynomial | None:
         return result
     b = polynomial(call.args["other"], x, seen)
     alpha = call.args.get("alpha", 1)
-    if b is None or not isinstance(alpha, Real):
+    if b is None or not isinstance(alpha, Real) or call.args.get("rounding_mode") is not None:
         return None
     if call.name == "mul":
         return _times(a, b)

@@ -72,7 +72,8 @@ def rewrite(
     """Rewrite a torch.fx graph: a new GraphModule with the same parameters and submodules, and the report.
 
     ``gm`` may come from any tracer: torch-level calls, methods, module calls or ATen overloads. It stays as it is.
-    With ``example_inputs`` (one value for each placeholder) shapes are known.
+    With ``example_inputs`` (one value for each placeholder) the report knows sizes. The new graph is a graph and
+    nothing else: hooks that its modules get later, and autocast, act on what it was rewritten to.
     """
     if not isinstance(gm, fx.GraphModule):
         raise errors.not_optimizable(gm)
@@ -88,8 +89,9 @@ def rewrite(
         name: Fact.of(v) if isinstance(v, torch.Tensor) else v for name, v in zip(placeholders, values, strict=False)
     }
     before = len(new.graph.nodes)
-    build.normalised(new, training=gm.training)
-    rewriting = engine.run(new, DEFAULT, options, "", facts)
+    # Nothing stands round a graph that would notice a module in training mode, or arguments of other shapes.
+    build.normalised(new, training=True)
+    rewriting = engine.run(new, DEFAULT, options, "", facts, checked=False)
     report.events = rewriting.events
     report.regions.append(RegionInfo("", type(gm).__name__, before, len(new.graph.nodes), installed=True))
     report.coverage.seen = report.coverage.captured = sum(type(m) is nn.Linear for m in gm.modules())

@@ -7,6 +7,7 @@ Which functions write or share memory is read off PyTorch's own operator schemas
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import operator
@@ -17,6 +18,7 @@ import networkx as nx
 import torch
 from torch import fx, nn
 
+from fxfuse.capture.tree import hooked
 from fxfuse.spellings import spell
 
 OUTSIDE = "memory of the caller and of the model"
@@ -38,7 +40,10 @@ _MAY_RETURN_INPUT = {
     "alpha_dropout",
     "feature_alpha_dropout",
     "type_as",
+    "conj_physical",
 }
+# Composite operators return whatever they are made of, a view perhaps, and their schemas do not say so. These do not.
+_FRESH_COMPOSITES = {"linear", "matmul", "layer_norm", "conv1d", "conv2d", "conv3d", "softmax", "log_softmax"}
 _PURE_OPERATORS = (
     {f for name, f in vars(operator).items() if callable(f)}
     - _INPLACE_OPERATORS
@@ -55,13 +60,24 @@ def _schema_effect(name: str) -> tuple[bool, bool] | None:
     # An ``out=`` overload only counts where the call says ``out``, which is looked at apart from the schema.
     usual = [s for s in schemas if not any(a.name.startswith("out") and a.kwarg_only for a in s.arguments)]
     first = [s.arguments[0].alias_info for s in usual if s.arguments and s.arguments[0].alias_info is not None]
-    return any(a.is_write for a in first), bool(first) or name in _MAY_RETURN_INPUT
+    shares = bool(first) or name in _MAY_RETURN_INPUT or (name not in _FRESH_COMPOSITES and _is_composite(schemas))
+    return any(a.is_write for a in first), shares
+
+
+def _is_composite(schemas: Collection[Any]) -> bool:
+    for schema in schemas:
+        name = f"{schema.name}.{schema.overload_name}" if schema.overload_name else schema.name
+        # Some schemas are TorchScript's own, for numbers, and unknown to the dispatcher.
+        with contextlib.suppress(RuntimeError):
+            if torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd"):
+                return True
+    return False
 
 
 def _effect(node: fx.Node, module: nn.Module | None) -> tuple[str, bool]:
     """(what it writes: "nothing", "first" operand or "anything"; whether its result may share memory with operands)."""
     if node.op == "call_module":
-        if module is None or not type(module).__module__.startswith("torch.nn") or _hooked(module):
+        if module is None or not type(module).__module__.startswith("torch.nn") or hooked(module):
             return "anything", True
         steps = module.training and isinstance(module, nn.modules.batchnorm._NormBase)
         return ("anything" if steps else "first" if getattr(module, "inplace", False) else "nothing"), True
@@ -119,12 +135,6 @@ def _known_function(target: Any) -> bool:
         "builtins",
         "math",
         "",
-    )
-
-
-def _hooked(module: nn.Module) -> bool:
-    return bool(
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     )
 
 

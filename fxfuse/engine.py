@@ -62,10 +62,16 @@ def run(
     options: Options,
     region: str = "",
     examples: dict[str, Any] | None = None,
+    *,
+    checked: bool = True,
 ) -> Rewriting:
-    """Apply ``passes`` to ``gm`` in place. ``examples``: placeholder name -> Fact, where a call was recorded."""
+    """Apply ``passes`` to ``gm`` in place. ``examples``: placeholder name -> Fact, where a call was recorded.
+
+    ``checked``: whether the ranks and shapes that come back as assumptions are checked at each call; otherwise rules
+    that need any refuse.
+    """
     _merge_reads(gm.graph)
-    work = _Run(gm, options, region, Facts(gm, examples))
+    work = _Run(gm, options, region, Facts(gm, examples, checked=checked))
     work.drop_dead()
     for rule in passes:
         if rule.name not in options.exclude:

@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import functional_call
 
+from fxfuse.capture.tree import hooked
 from fxfuse.spellings import ACTIVATIONS, spell
 
 
@@ -60,6 +62,14 @@ class _Propagate(fx.Interpreter):
         except Exception:  # an op that does not run without data: the value is unknown, which is never wrong
             return _Unknown
 
+    def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """On tensors without data in place of its own, so that a batch norm counts nothing; torch's modules only."""
+        module = self.fetch_attr(str(target))
+        if not type(module).__module__.startswith("torch.nn") or hooked(module):
+            raise _Unknown
+        tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        return functional_call(module, {name: self.empty(t) for name, t in tensors.items()}, args, kwargs)
+
     def placeholder_value(self, n: fx.Node) -> Any:
         value = self.examples.get(n.name, _Unknown)
         return torch.empty(value.shape, dtype=value.dtype, device=value.device) if isinstance(value, Fact) else value
@@ -68,7 +78,9 @@ class _Propagate(fx.Interpreter):
 class Facts:
     """Known facts of one graph. ``examples`` maps placeholder names to the ``Fact`` of the recorded argument."""
 
-    def __init__(self, gm: fx.GraphModule, examples: Mapping[str, Any] | None = None):
+    def __init__(self, gm: fx.GraphModule, examples: Mapping[str, Any] | None = None, *, checked: bool = True):
+        self.checked = checked
+        """Whether what is assumed of arguments is checked at each call."""
         self.known: dict[fx.Node, Fact] = {}
         self.static: set[fx.Node] = set()
         """Nodes that depend on no placeholder."""

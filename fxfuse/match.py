@@ -101,6 +101,8 @@ class Match:
         known = self.facts.rank(self.bindings[name])
         if isinstance(known, fx.Node) and known in self.ranks:
             known = self.ranks[known]
+        if isinstance(known, fx.Node) and not self.facts.checked:
+            known = None
         if isinstance(known, fx.Node):
             example = self.facts.examples.get(known.name)
             known_rank = len(example.shape) if isinstance(example, Fact) else None
@@ -138,6 +140,9 @@ class Match:
         argument = self.given(name)
         self.require(argument is not None, "{} is an activation ({})", what, node, at=name)
         assert argument is not None
+        self.require(
+            self.facts.checked, "{} is an argument, whose shape a graph by itself does not check", what, at=name
+        )
         source = self.facts.get(argument)
         known = fact is not None and source is not None
         self.require(known, "{} is an argument of unknown shape; example inputs would tell", what, at=name)
@@ -192,6 +197,7 @@ def unify(pattern: Any, operand: Any, m: Match, depth: int = 0) -> None:
             node=operand if isinstance(operand, fx.Node) else None,
             depth=depth,
         )
+    _check_options(pattern, call, depth)
     orders = [call.op.args]
     if call.op.commutative and _symmetric(call):
         orders.append((call.op.args[1], call.op.args[0], *call.op.args[2:]))
@@ -210,6 +216,14 @@ def unify(pattern: Any, operand: Any, m: Match, depth: int = 0) -> None:
         m.adopt(trial)
         return
     raise max(misses, key=lambda miss: miss.depth)
+
+
+def _check_options(pattern: Pattern, call: Call, depth: int) -> None:
+    """Refuse an option that the pattern does not speak of, unless it is at its default or the rule asks for it."""
+    given = call.op.args[: len(pattern.operands)]
+    for option, default in call.op.defaults.items():
+        if option not in given and not pattern.any_options and call.args[option] != default:
+            raise NoMatch("{} has {}={}", pattern, option, call.args[option], node=call.node, depth=depth)
 
 
 def _symmetric(call: Call) -> bool:

@@ -24,6 +24,8 @@ class Pattern:
     operands: tuple[Any, ...]
     name: str | None = None
     """Binds the call itself, so that a rule may ask for its arguments."""
+    any_options: bool = False
+    """Whether options that the pattern does not mention may have any value, since the rule asks for them itself."""
 
     def __str__(self) -> str:
         return "|".join(op.name for op in self.ops)
@@ -32,7 +34,8 @@ class Pattern:
 class Builder:
     """The ``op`` argument of ``Rule.pattern``: ``op.<name>(operands...)`` and ``op.any_of(name, ops, operands...)``.
 
-    An operand that is left out is not looked at.
+    An operand that is left out is not looked at. Options such as ``alpha`` are at their defaults in what ``op.<name>``
+    matches; a rule that names the call with ``any_of`` asks for them itself.
     """
 
     def __getattr__(self, name: str) -> Callable[..., Pattern]:
@@ -41,4 +44,4 @@ class Builder:
         return lambda *operands: Pattern((OPS[name],), operands, name)
 
     def any_of(self, name: str, ops: Iterable[str], *operands: Any) -> Pattern:
-        return Pattern(tuple(OPS[o] for o in ops), operands, name)
+        return Pattern(tuple(OPS[o] for o in ops), operands, name, any_options=True)

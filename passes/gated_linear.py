@@ -82,6 +82,7 @@ class PackedGatedLinear(Rule):
         m.bindings.update(x=x, w=w, b=bias[0] if bias else None)
         _require_product(m, "packed", "x", "w")
         for dim in {gate.dim, up.dim} - {-1}:
+            m.require(isinstance(dim, int) and dim >= 0, "taken apart along dimension {}, not the last", dim)
             m.require_rank("x", dim + 1, f"dimension {dim} is the last one only of {dim + 1} dimensions")
         m.bindings["layout"] = ("gate_up" if gate.which == 0 else "up_gate") + ("_strided" if gate.strided else "")
         m.nodes.extend(dict.fromkeys([*gate.nodes, *up.nodes, gate.whole]))

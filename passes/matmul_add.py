@@ -104,6 +104,7 @@ class ScaledMatmulAdd(Rule):
 
     def check(self, m):
         m.expect(m.arg("add", "alpha") != 1, "MatmulAdd takes it")
+        m.require(m.arg("add", "alpha") != 0, "alpha=0 would leave the product out, its NaN and inf with it")
         _expect_bias(m)
         w = m.require_weight("w")
         m.require_bias("b", w.shape[1], w.dtype)

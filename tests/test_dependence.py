@@ -206,3 +206,22 @@ def test_mutation_is_a_dependence():
         H, ("n", "call_method", "zero_", ("x",)), ("s", "call_function", operator.matmul, ("x", "w"))
     )
     assert dependence.graph.has_edge(nodes["n"], nodes["s"])
+
+
+@pytest.mark.parametrize(
+    "function",
+    [torch.atleast_1d, torch.atleast_2d, torch.atleast_3d, torch.broadcast_tensors, torch.meshgrid,
+     torch.cartesian_prod, torch.conj_physical],
+    ids=lambda f: f.__name__,
+)  # fmt: skip
+def test_a_composite_operator_may_return_its_input(function):
+    dependence, nodes = graph_of(
+        ("h", "call_function", torch.relu, ("x",)), ("view", "call_function", function, ("h",))
+    )
+    assert nodes["h"] in dependence.memory[nodes["view"]]
+
+
+@pytest.mark.parametrize("function", [F.linear, torch.matmul, torch.add, torch.mul], ids=lambda f: f.__name__)
+def test_a_product_is_memory_of_its_own(function):
+    dependence, nodes = graph_of(("h", "call_function", function, ("x", "y")))
+    assert dependence.memory[nodes["h"]] == {nodes["h"]}

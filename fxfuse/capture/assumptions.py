@@ -155,6 +155,13 @@ def of_holder(local: str, reach: str, path: str) -> Check:
     return Check(f"({local} := {reach}) is not None", "fallback", f"'module {_quoted(path)} is gone'")
 
 
+def of_container(reach: str, path: str, count: int) -> Check:
+    """Check of how many modules a container holds; which they are is checked of each."""
+    shown = _quoted(path or ".")
+    why = f"'container {shown}: expected {count} modules, found ' + str(len({reach}._modules))"
+    return Check(f"len({reach}._modules) == {count}", "fallback", why)
+
+
 def of_training(local: str, path: str) -> Check:
     return Check(f"{local}.training is False", "plain", f"'module {_quoted(path or '.')} is in training mode'")
 
@@ -213,12 +220,27 @@ def _equal(expression: str, constant: str, value: Any) -> str:
 
 
 def of_read(target: str, name: str, reach: str, value: Any) -> Iterable[Check]:
-    """Checks of a parameter, buffer or attribute that the graph reads; binds it to the local ``name``."""
+    """Checks of a parameter, buffer or attribute that the graph reads; binds it to the local ``name``.
+
+    Rules count on its shape, which ``.data`` hardly ever changes but another parameter in its place may.
+    """
     yield Check(f"({name} := {reach}) is not None", "fallback", f"'{_quoted(target)} is gone'")
     if isinstance(value, torch.Tensor):
         types = ("fx_Parameter", "fx_Tensor") if isinstance(value, nn.Parameter) else ("fx_Tensor", "fx_Parameter")
         plain = f"(type({name}) is {types[0]} or type({name}) is {types[1]})"
         yield Check(plain, "plain", f"f'{_quoted(target)} is a {{type({name}).__name__}}'")
+        shape = tuple(value.shape)
+        yield Check(
+            f"(id({name}) == {id(value)} or {name}.shape == {shape})",
+            "fallback",
+            f"f'{_quoted(target)}: expected shape {shape}, found {{tuple({name}.shape)}}'",
+        )
+
+
+def of_like(target: str, name: str, other: str) -> Check:
+    """Check that two tensors which had one dtype still do."""
+    why = f"f'{_quoted(target)} is {{{name}.dtype}} beside {{{other}.dtype}}'"
+    return Check(f"{name}.dtype is {other}.dtype", "fallback", why)
 
 
 def describe(value: Any) -> str:

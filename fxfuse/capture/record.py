@@ -51,15 +51,19 @@ def _address(tensor: torch.Tensor) -> int:
 
 
 def trial_copy(model: nn.Module) -> nn.Module:
-    """A copy whose forward can run without a trace on the model: it shares the parameters and no other tensors."""
+    """A copy whose forward can run without a trace on the model: it shares the memory of parameters alone."""
     trial = copy_tree(model, isolate=True)
     cloned: dict[int, torch.Tensor] = {}
     for module in trial.modules():
         if is_opaque(module):
             continue
-        for table in (module._buffers, module.__dict__):
+        for table in (module._parameters, module._buffers, module.__dict__):
             for name, value in table.items():
-                if isinstance(value, torch.Tensor):
+                if type(value) is nn.Parameter:
+                    # Another object, since ``p.data = ...`` in a forward would reach the model's own.
+                    alias = nn.Parameter(value.detach(), value.requires_grad)
+                    table[name] = cloned.setdefault(id(value), alias)
+                elif isinstance(value, torch.Tensor) and table is not module._parameters:
                     table[name] = cloned.setdefault(id(value), value.detach().clone())
     return trial
 

@@ -21,6 +21,7 @@ from fxfuse.capture.tree import REGION, ROOT
 from fxfuse.engine import Rewriting
 from fxfuse.ops import BEHIND_THE_DOOR
 from fxfuse.report import Calls
+from fxfuse.spellings import MODULES
 
 P = inspect.Parameter
 GIVE_UP = 64
@@ -77,9 +78,17 @@ class Region:
         checks = [*assumptions.ENVIRONMENT]
         checks += assumptions.of_arguments(self.arguments, rewriting.ranks, rewriting.shapes, scope)
         for path, module in sorted(self.inlined.items()) if on_module else ():
+            reach = self._reach(path, local)
             name = local.setdefault(path, f"fx_m{len(local)}")
             scope[f"fx_class_{name}"] = type(module)
-            checks += assumptions.of_module(name, self._reach(path, local), path, module)
+            checks += assumptions.of_module(name, reach, path, module)
+            if type(module) in MODULES:
+                kept = MODULES[type(module)][1](module)
+                checks += [assumptions.of_attribute(name, path, key, module, self.held) for key in kept]
+        checks += [
+            assumptions.of_container(self._reach(path, local), path, len(self.resolve(path)._modules))
+            for path in self._containers()
+        ]
         for path in sorted({path for path, _ in self.attributes} - local.keys()) if on_module else ():
             # Called as it is, or not at all; only something of it was read.
             checks.append(assumptions.of_holder(f"fx_m{len(local)}", self._reach(path, local), path))
@@ -126,6 +135,16 @@ class Region:
         self.forward, self.explain = scope["forward"], scope["explain"]
         self._dress(self.forward)
 
+    def _containers(self) -> list[str]:
+        """Containers of modules that the graph stands for or calls: a forward may go through all that they hold."""
+        if not isinstance(self.owner, nn.Module):
+            return []
+        called = {str(n.target) for n in self.graph.nodes if n.op == "call_module"}
+        above = {path.rpartition(".")[0] for path in (*self.inlined, *called) if path}
+        above |= {path.rpartition(".")[0] for path in above if path} | set(self.inlined)
+        kinds = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+        return sorted(path for path in above if isinstance(self.resolve(path), kinds))
+
     def _names(self) -> list[Name]:
         """Data that the forwards in the graph, or the function, find by name."""
         if not isinstance(self.owner, nn.Module):
@@ -134,6 +153,8 @@ class Region:
         return names_of([cls.forward for cls in sorted(own, key=repr)], self.code)
 
     def _reach(self, path: str, local: dict[str, str]) -> str:
+        if path in local:
+            return local[path]
         parent, _, name = path.rpartition(".")
         if parent in local:
             return f"{local[parent]}._modules[{name!r}]"
@@ -150,6 +171,8 @@ class Region:
         for n in free:
             mapping[n] = graph.node_copy(n)
         seen: dict[str, fx.Node] = {}
+        floating: dict[torch.dtype, str] = {}
+        """The first tensor read of each dtype, which the others share: weights are cast together or not at all."""
         for n in self.graph.nodes:
             if n.op == "get_attr":
                 target = str(n.target)
@@ -157,7 +180,11 @@ class Region:
                     name = f"fx_read_{len(reads)}"
                     seen[target] = graph.placeholder(name)
                     reads.append(name)
-                    checks += assumptions.of_read(target, name, self._reach_tensor(target, local), self.resolve(target))
+                    value = self.resolve(target)
+                    checks += assumptions.of_read(target, name, self._reach_tensor(target, local), value)
+                    if isinstance(value, torch.Tensor) and value.is_floating_point():
+                        first = floating.setdefault(value.dtype, name)
+                        checks += [assumptions.of_like(target, name, first)] if first != name else []
                 mapping[n] = seen[target]
         for n in self.graph.nodes:
             if n not in mapping and n.op != "output":

@@ -292,3 +292,12 @@ def test_a_weight_that_cannot_gain_is_never_taken(fused):
     assert not onednn.may_gain(torch.float32, 64, 64, fused=fused)
     assert onednn.may_gain(torch.float32, 3072, 768, fused=fused) == (torch.float32 in onednn._LEAST_WORK)
     assert onednn.may_gain(torch.bfloat16, 64, 64, fused=fused) == (fused and torch.bfloat16 in onednn._LEAST_WORK)
+
+
+def test_leaky_relu_without_a_slope_keeps_nan(linear_act):
+    x, w = torch.randn(512, 256), torch.randn(256, 256)
+    x[3, 4] = float("nan")
+    with torch.no_grad():
+        assert torch.equal(
+            linear_act(x, w, None, "leaky_relu", (0.0,)).isnan(), F.leaky_relu(F.linear(x, w), 0.0).isnan()
+        )

@@ -72,6 +72,7 @@ BUSY = {
     "h * 2": (lambda h: h * 2, "mul"),
     "h * True": (lambda h: h * True, "mul"),
     "h / 1, rounded": (lambda h: torch.div(h, 1, rounding_mode="floor"), "div"),
+    "h / 1, truncated": (lambda h: h.div(1, rounding_mode="trunc"), "div"),
     "1 / h": (lambda h: 1 / h, "div"),
     "view of another shape": (lambda h: h.view(6, 4), "reshape"),
     "transposed once": (lambda h: h.transpose(0, 1), "transpose"),

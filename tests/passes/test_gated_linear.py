@@ -570,3 +570,11 @@ def test_dropout_module(drop, example):
     ours = optimized(randn(3, 4, 6))
     torch.manual_seed(0)
     torch.testing.assert_close(ours, model.train()(randn(3, 4, 6)), rtol=0, atol=0)
+
+
+def test_taken_apart_from_behind(example):
+    model = Written(
+        lambda x, fc: torch.nn.functional.silu(fc(x).chunk(2, -2)[0]) * fc(x).chunk(2, -2)[1], fc=nn.Linear(6, 6)
+    )
+    why = "taken apart along dimension -2, not the last"
+    assert_kept("gated_linear", model, [randn(3, 4, 6)], why=why, example=example)

@@ -514,3 +514,9 @@ def test_beta_zero_drops_a_bias_of_nan(example):
 
     model = Written(row, w=W, b=torch.full((6,), float("nan")))
     assert_fuses("matmul_add", model, [X], gone=["addmm"], new=["linear"], example=example)
+
+
+def test_alpha_of_zero_keeps_the_nan_of_the_product(example):
+    model = Written(lambda x, w, b: torch.relu(torch.add(b, torch.mm(x, w), alpha=0)), w=randn(1, 6, 6), b=randn(2, 6))
+    why = "alpha=0 would leave the product out, its NaN and inf with it"
+    assert_kept("matmul_add", model, [randn(3, 4, 6)], why=why, example=example)

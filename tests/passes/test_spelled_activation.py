@@ -181,3 +181,16 @@ def test_an_input_may_be_integer(example):
 def test_exact_numerics_leave_arithmetic(example):
     report = fxfuse.report(optimized(BECOMES["silu"][0], example, numerics="exact"))
     assert [e.kind for e in report.events] == ["kept"], "the sigmoid is the candidate that remains"
+
+
+def test_a_rounded_quotient_is_no_scale(example):
+    def row(x, fc):
+        h = fc(x)
+        return 0.5 * h * (1 + torch.erf(torch.div(h, 1.4142135623730951, rounding_mode="floor")))
+
+    model = Written(row, fc=nn.Linear(6, 6))
+    x = randn(3, 4, 6)
+    optimized = fxfuse.optimize(model, (x,)) if example else fxfuse.optimize(model)
+    assert not fxfuse.report(optimized).events
+    with torch.no_grad():
+        assert torch.equal(optimized(x), model(x))
