@@ -57,7 +57,8 @@ def trial_copy(model: nn.Module) -> nn.Module:
     for module in trial.modules():
         if is_opaque(module):
             continue
-        for table in (module._parameters, module._buffers, module.__dict__):
+        tables: list[dict[str, Any]] = [module._parameters, module._buffers, module.__dict__]
+        for table in tables:
             for name, value in table.items():
                 if type(value) is nn.Parameter:
                     # Another object, since ``p.data = ...`` in a forward would reach the model's own.
