@@ -131,10 +131,9 @@ _MULTILINEAR = frozenset({
     "linear", "matmul", "mm", "bmm", "mv", "addmm", "baddbmm", "einsum", "tensordot", "conv1d",
     "conv2d", "conv3d", "bilinear",
 })
-_BOUNDED = frozenset({"sigmoid", "tanh", "hardsigmoid", "hardtanh"})
-_ACTIVATIONS = _BOUNDED | frozenset({
-    "relu", "relu6", "gelu", "silu", "leaky_relu", "leakyrelu", "elu", "hardswish", "softplus", "mish",
-    "quick_gelu", "clamp", "clip", "clamp_min", "clamp_max",
+_ACTIVATIONS = frozenset({
+    "sigmoid", "tanh", "hardsigmoid", "hardtanh", "relu", "relu6", "gelu", "silu", "leaky_relu", "leakyrelu", "elu",
+    "hardswish", "softplus", "mish", "quick_gelu", "clamp", "clip", "clamp_min", "clamp_max",
 })
 _ARITHMETIC = frozenset({"add", "sub", "mul", "div", "neg", "pow", "square", "relu2"})
 # Views, and what else is linear with coefficients that are not negative.
@@ -252,7 +251,7 @@ class _Reference(fx.Interpreter):
             return self._glu(n)
         if name in _ACTIVATIONS:
             scale = args[0] if args else kwargs["input"]
-            return scale.clamp(max=1) if name in _BOUNDED else scale
+            return scale
         if name in _MULTILINEAR:
             args, kwargs = tree_map(_absolute, self.map_nodes_to_values((n.args, n.kwargs), n))
             return self._rerun(n, args, {key: abs(v) if key in ("alpha", "beta") else v for key, v in kwargs.items()})
@@ -265,11 +264,11 @@ class _Reference(fx.Interpreter):
         return None
 
     def _glu(self, n: fx.Node) -> Tensor:
-        """a * sigmoid(b), where the error of the sigmoid is at most that of b, and at most 1."""
+        """a * sigmoid(b), where the error of the sigmoid is at most that of b."""
         dim = n.args[1] if len(n.args) > 1 else n.kwargs.get("dim", -1)
         source: Any = n.args[0] if n.args else n.kwargs["input"]
         (a, _), (scale, of_gate) = (t.chunk(2, dim) for t in (self.env[source], self.magnitudes[source]))
-        return scale + a.abs() * of_gate.clamp(max=1)
+        return scale + a.abs() * of_gate
 
     def _magnitudes_of(self, n: fx.Node) -> tuple[Any, Any]:
         """n.args and n.kwargs with the magnitude of each node in its place."""
