@@ -7,6 +7,7 @@ model raised, with one line on stderr; 130 after ^C, with what was finished.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import traceback
 import warnings
@@ -40,6 +41,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             # torch warns where numpy is not installed, and nothing here needs it
             warnings.filterwarnings("ignore", "Failed to initialize NumPy")
             return options.command(options)
+    except BrokenPipeError:
+        # Whoever read our output has seen enough; nothing may be written there when the interpreter goes down.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except SystemExit as leaving:
+        print(f"fxfuse: the target called sys.exit({leaving.code!r})", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print("fxfuse: interrupted", file=sys.stderr)
         return 130

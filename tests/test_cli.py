@@ -194,3 +194,15 @@ def test_a_wrong_answer_is_an_exit_code(file, monkeypatch, capsys):
     monkeypatch.setattr(fxfuse, "optimize", lambda _model, **_kwargs: lambda x: x)
     assert cli.main(["bench", f"{file}:mlp", "--vs", "eager", "--quick"]) == 1
     assert "left out: fxfuse: wrong answer" in capsys.readouterr().out
+
+
+def test_a_target_that_leaves(tmp_path, capsys):
+    path = tmp_path / "leaves.py"
+    path.write_text("import sys\n\ndef build():\n    sys.exit(3)\n")
+    assert asked_wrongly(capsys, "explain", f"{path}:build") == "fxfuse: the target called sys.exit(3)"
+
+
+def test_a_reader_that_has_seen_enough():
+    shown = f"{sys.executable} -m fxfuse explain gpt2-like | head -n 1"
+    done = subprocess.run(["bash", "-c", shown], capture_output=True, text=True, check=True)
+    assert done.stderr == ""
