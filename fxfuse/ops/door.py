@@ -12,7 +12,7 @@ from torch import Tensor, is_grad_enabled
 from torch._C import _get_tracing_state, _is_any_autocast_enabled, _len_torch_dispatch_stack, _len_torch_function_stack
 from torch._C._functorch import maybe_current_level
 from torch.autograd import forward_ad
-from torch.compiler import is_dynamo_compiling, is_exporting
+from torch.compiler import is_dynamo_compiling
 from torch.fx import Proxy
 
 _PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter})
@@ -69,7 +69,8 @@ def behind(
     own operators, which need no fxfuse to be understood, differentiated or loaded.
     """
     if is_dynamo_compiling():
-        if not is_exporting() and all(t is None or type(t) in _PLAIN_TYPES for t in tensors):
+        # The flag itself: Dynamo of torch 2.11 takes is_exporting() to be true whenever it traces.
+        if not torch.compiler._is_exporting_flag and all(t is None or type(t) in _PLAIN_TYPES for t in tensors):
             return operator(*tensors, *rest)
     elif any(isinstance(tensor, Proxy) for tensor in tensors):
         return torch.overrides.handle_torch_function(public, tensors, *tensors, *rest)
