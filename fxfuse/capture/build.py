@@ -6,7 +6,7 @@ import copy
 import functools
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -97,7 +97,7 @@ def _without_example(model: Any, error: Exception, report: Report) -> None:
 def _build(trace: Trace, options: Options, report: Report) -> Region | None:
     """Rewrite a trace's graph; None where that brought nothing, so that the module stays as it is."""
     inlined = {path: trace.module.get_submodule(path) for path in trace.tracer.inlined}
-    gm = graph_module(trace.graph, trace.module, trace.tracer.constants)
+    gm = regions.graph_module(trace.graph, trace.module, trace.tracer.constants)
     original = copied(gm.graph)
     inlined |= normalised(gm, training=False)
     rewriting = engine.run(gm, DEFAULT, options, trace.path, trace.arguments.facts)
@@ -152,7 +152,7 @@ def _function_region(function: Callable[..., Any], example: Example, options: Op
     except Untraceable as refusal:
         report.uncaptured.append(Uncaptured("", "function", str(refusal)))
         return None
-    gm = graph_module(tracer.graph, nn.Module(), tracer.constants)
+    gm = regions.graph_module(tracer.graph, nn.Module(), tracer.constants)
     original = copied(gm.graph)
     rewriting = engine.run(gm, DEFAULT, options, "", arguments.facts)
     info = RegionInfo("", "function", len(original.nodes), len(gm.graph.nodes), installed=True)
@@ -199,12 +199,6 @@ def copied(graph: fx.Graph) -> fx.Graph:
     new = fx.Graph()
     new.output(new.graph_copy(graph, {}))
     return new
-
-
-def graph_module(graph: fx.Graph, module: Any, constants: Mapping[str, torch.Tensor]) -> fx.GraphModule:
-    """``graph`` over what its targets are on ``module`` now."""
-    targets = {str(n.target) for n in graph.nodes if n.op in ("get_attr", "call_module")}
-    return fx.GraphModule({t: regions.resolve(module, t, constants) for t in targets}, graph)
 
 
 def _count_linears(model: nn.Module, traces: list[Trace], report: Report) -> None:

@@ -62,9 +62,8 @@ class Region:
     def graph_module(self, original: bool = False, owner: Any = None) -> fx.GraphModule:
         """The graph before or after, over the modules and parameters of the owner (or a copy of it) as they are now."""
         graph, owner = self.original if original else self.graph, owner or self.owner
-        targets = {str(n.target) for n in graph.nodes if n.op in ("get_attr", "call_module")}
         name = type(owner).__name__ if isinstance(owner, nn.Module) else getattr(owner, "__name__", "function")
-        return fx.GraphModule({t: self.resolve(t, owner) for t in targets}, graph, name)
+        return graph_module(graph, owner, self.constants, name)
 
     def resolve(self, target: str, owner: Any = None) -> Any:
         return resolve(owner or self.owner, target, self.constants)
@@ -313,6 +312,14 @@ def resolve(owner: Any, target: str, constants: Mapping[str, torch.Tensor]) -> A
     for part in filter(None, target.split(".")):
         value = getattr(value, part)
     return value
+
+
+def graph_module(
+    graph: fx.Graph, owner: Any, constants: Mapping[str, torch.Tensor], name: str = "GraphModule"
+) -> fx.GraphModule:
+    """``graph`` over what its targets are on ``owner`` now."""
+    targets = {str(n.target) for n in graph.nodes if n.op in ("get_attr", "call_module")}
+    return fx.GraphModule({t: resolve(owner, t, constants) for t in targets}, graph, name)
 
 
 def install(region: Region) -> None:
