@@ -18,7 +18,7 @@ class LowerLinear(Rule):
     def check(self, m):
         weight = m.fact("w")
         m.expect(weight is not None and weight.device.type == "cpu" and len(weight.shape) == 2, "not on the CPU")
-        m.expect(onednn.may_gain(weight.dtype, *weight.shape, fused=False), "eager is as fast")
+        m.expect(onednn.may_gain(weight.dtype, *weight.shape, epilogue=m.b is not None), "eager is as fast")
 
     def rewrite(self, m, graph):
         return graph.call_function(linear, (m.x, m.w, m.b))

@@ -15,11 +15,11 @@ from torch import fx, nn
 
 from fxfuse.capture import assumptions
 from fxfuse.capture.arguments import Arguments
+from fxfuse.capture.body import compile_body, read_targets
 from fxfuse.capture.copies import protect, release
 from fxfuse.capture.names import Name, names_of
 from fxfuse.capture.tree import REGION, ROOT
 from fxfuse.engine import Rewriting
-from fxfuse.ops import BEHIND_THE_DOOR
 from fxfuse.report import Calls
 from fxfuse.spellings import MODULES
 
@@ -98,9 +98,10 @@ class Region:
             reach = self.arguments.free[target] if op == "placeholder" else self._reach_tensor(target, local)
             checks.append(assumptions.of_dtype(target, reach, dtype))
         checks += [assumptions.of_name(name, scope) for name in self._names()]
-        body, reads = self._compile_body(local, checks)
+        reads = self._read(local, checks)
         checks.append(assumptions.of_gradients(self.arguments, "self" if on_module else None))
-        scope.update(fx_body=body, fx_region=self)
+        scope.update(fx_region=self)
+        self.body = self._compile_body()
         values = ", ".join([*(["self"] if on_module else []), *self.arguments.free.values(), *reads])
         parameters, names = self._parameters(scope)
         unpack = ["    fx_region = self._fxfuse"] if on_module else []
@@ -118,7 +119,7 @@ class Region:
             "        fx_holds = False",
             "    if fx_holds:",
             "        fx_region.calls.fused += 1",
-            f"        return fx_body({values})",
+            f"        return fx_region.body({values})",
             f"    return fx_region.otherwise{rest}",
         ]
         explain = [head[0].replace("def forward", "def explain"), *head[1:]]
@@ -159,46 +160,23 @@ class Region:
             return f"{local[parent]}._modules[{name!r}]"
         return "self" + "".join(f"._modules[{part!r}]" for part in path.split("."))
 
-    def _compile_body(
-        self, local: dict[str, str], checks: list[assumptions.Check]
-    ) -> tuple[Callable[..., Any], list[str]]:
-        """The graph as a function of its placeholders and of every tensor that it reads from the model."""
-        graph = fx.Graph()
-        mapping: dict[fx.Node, fx.Node] = {}
-        reads: list[str] = []
-        free = [n for n in self.graph.nodes if n.op == "placeholder"]
-        for n in free:
-            mapping[n] = graph.node_copy(n)
-        seen: dict[str, fx.Node] = {}
+    def _read(self, local: dict[str, str], checks: list[assumptions.Check]) -> list[str]:
+        """Names of the tensors that the graph reads from the model; adds what is checked of each."""
+        names: dict[str, str] = {}
         floating: dict[torch.dtype, str] = {}
         """The first tensor read of each dtype, which the others share: weights are cast together or not at all."""
-        for n in self.graph.nodes:
-            if n.op == "get_attr":
-                target = str(n.target)
-                if target not in seen:
-                    name = f"fx_read_{len(reads)}"
-                    seen[target] = graph.placeholder(name)
-                    reads.append(name)
-                    value = self.resolve(target)
-                    checks += assumptions.of_read(target, name, self._reach_tensor(target, local), value)
-                    if isinstance(value, torch.Tensor) and value.is_floating_point():
-                        first = floating.setdefault(value.dtype, name)
-                        checks += [assumptions.of_like(target, name, first)] if first != name else []
-                mapping[n] = seen[target]
-        for n in self.graph.nodes:
-            if n not in mapping and n.op != "output":
-                mapping[n] = copied = graph.node_copy(n, lambda a: mapping[a])
-                # The checks of the region are those of the door, so no operator needs to ask again.
-                copied.target = BEHIND_THE_DOOR.get(n.target, n.target) if n.op == "call_function" else n.target
-        output = next(n for n in self.graph.nodes if n.op == "output")
-        graph.output(fx.map_arg(output.args[0], lambda a: mapping[a]))
-        code = graph.python_code("self")
-        scope = dict(code.globals)
-        exec(compile(code.src, f"<fxfuse graph {self.path or 'root'}>", "exec"), scope)
-        function = scope["forward"]
-        if not isinstance(self.owner, nn.Module):
-            return functools.partial(function, None), reads
-        return function, reads
+        for target in read_targets(self.graph):
+            name = names[target] = f"fx_read_{len(names)}"
+            value = self.resolve(target)
+            checks += assumptions.of_read(target, name, self._reach_tensor(target, local), value)
+            if isinstance(value, torch.Tensor) and value.is_floating_point():
+                first = floating.setdefault(value.dtype, name)
+                checks += [assumptions.of_like(target, name, first)] if first != name else []
+        return list(names.values())
+
+    def _compile_body(self) -> Callable[..., Any]:
+        body = compile_body(self.graph, self.path or "root")
+        return body if isinstance(self.owner, nn.Module) else functools.partial(body, None)
 
     def _reach_tensor(self, target: str, local: dict[str, str]) -> str:
         if target in self.constants:
@@ -292,6 +270,7 @@ class Region:
         new.__dict__.update(self.__dict__)
         for name in ("owner", "modules", "held", "constants", "calls", "previous"):
             setattr(new, name, copy.deepcopy(getattr(self, name), memo))
+        new.body = new._compile_body()
         return new
 
 

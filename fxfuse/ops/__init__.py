@@ -6,34 +6,46 @@ operator of the same name under torch.ops.fxfuse.
 
 from collections.abc import Callable
 
-from torch import Tensor
+from torch import Tensor, fx
 
 from fxfuse.ops.activations import ACTIVATIONS, Activation
 from fxfuse.ops.gated_linear import LAYOUTS, gated_linear, gated_linear_packed
-from fxfuse.ops.gated_linear import cpu as _gated_cpu
-from fxfuse.ops.linear_act import cpu as _linear_cpu
+from fxfuse.ops.gated_linear.cpu import GatedSite, PackedSite
+from fxfuse.ops.kept import Kept
 from fxfuse.ops.linear_act import linear, linear_act
+from fxfuse.ops.linear_act.cpu import Site
 
-BEHIND_THE_DOOR: dict[Callable[..., Tensor], Callable[..., Tensor]] = {
-    linear: _linear_cpu.linear,
-    linear_act: _linear_cpu.linear_act,
-    gated_linear: _gated_cpu.gated_linear,
-    gated_linear_packed: _gated_cpu.gated_linear_packed,
+SITES: dict[Callable[..., Tensor], tuple[int, Callable[..., Site | GatedSite | PackedSite]]] = {
+    linear: (3, Site),
+    linear_act: (3, Site),
+    gated_linear: (5, GatedSite),
+    gated_linear_packed: (3, PackedSite),
 }
-"""operator -> what it runs where the door is open, for a caller that has looked at the door once for all of its calls.
+"""operator -> how many tensors it takes first, and the class of its sites, made of the arguments that follow."""
 
-Right on every device: what an implementation does not take, it gives to the plain sequence.
-"""
+
+def site(node: fx.Node) -> tuple[Callable[..., Tensor], tuple[fx.node.Argument, ...]] | None:
+    """What runs a node's fused operator behind the door, and its arguments; None where the node calls another function.
+
+    A caller makes one site for each place at which it calls an operator, and asks for it what the door asks: types,
+    modes and gradients, and beyond that dtypes and shapes that fit each other.
+    """
+    if node.op != "call_function" or node.target not in SITES:
+        return None
+    tensors, make = SITES[node.target]  # type: ignore[index]
+    return make(*node.args[tensors:]).run, node.args[:tensors]
+
 
 __all__ = [
     "ACTIVATIONS",
-    "BEHIND_THE_DOOR",
     "LAYOUTS",
     "Activation",
+    "Kept",
     "gated_linear",
     "gated_linear_packed",
     "linear",
     "linear_act",
+    "site",
 ]
 
 # Printed and pickled graphs then name a call as users write it: fxfuse.ops.linear_act.

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._C import _nn
 
 
 @dataclass(frozen=True)
@@ -57,19 +58,19 @@ def _gelu_tanh(h: Tensor) -> Tensor:
 
 _ALL = (
     Activation("relu", F.relu, torch.relu_),
-    Activation("gelu", F.gelu, torch.ops.aten.gelu_),
-    Activation("gelu_tanh", _gelu_tanh, lambda h: torch.ops.aten.gelu_(h, approximate="tanh")),
-    Activation("silu", F.silu, torch.ops.aten.silu_),
+    Activation("gelu", F.gelu, _nn.gelu_),  # type: ignore[attr-defined]
+    Activation("gelu_tanh", _gelu_tanh, lambda h: _nn.gelu_(h, approximate="tanh")),  # type: ignore[attr-defined]
+    Activation("silu", F.silu, _nn.silu_),
     Activation("sigmoid", torch.sigmoid, torch.sigmoid_),
     Activation("tanh", torch.tanh, torch.tanh_),
     Activation("quick_gelu", quick_gelu, defaults=(1.702,)),
     Activation("relu2", relu2, lambda h: torch.relu_(h).square_()),
     Activation("leaky_relu", _leaky_relu, F.leaky_relu_, defaults=(0.01,)),
     Activation("elu", _elu, F.elu_, defaults=(1.0,)),
-    Activation("hardswish", F.hardswish, torch.ops.aten.hardswish_),
-    Activation("hardsigmoid", F.hardsigmoid, torch.ops.aten.hardsigmoid_),
+    Activation("hardswish", F.hardswish, _nn.hardswish_),
+    Activation("hardsigmoid", F.hardsigmoid, _nn.hardsigmoid_),
     Activation("softplus", _softplus, defaults=(1.0, 20.0)),
-    Activation("mish", F.mish, torch.ops.aten.mish_),
+    Activation("mish", F.mish, _nn.mish_),
 )
 
 ACTIVATIONS: dict[str, Activation] = {activation.name: activation for activation in _ALL}

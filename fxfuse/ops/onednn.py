@@ -5,6 +5,8 @@ and its `.binary(x, other, weight, bias, "mul")` overload linear(x, weight, bias
 still in registers or cache. They have no derivative, are missing from some builds, and check little: `takes` does.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch._C import _get_fp32_precision_getter, _get_mkldnn_enabled
@@ -18,7 +20,11 @@ if AVAILABLE:
     pointwise = torch.ops.mkldnn._linear_pointwise.default._op
     binary = torch.ops.mkldnn._linear_pointwise.binary._op
 
-POST_OPS: dict[str, tuple[str, tuple[float, ...], str]] = {
+PostOp = tuple[str, Sequence[float], str]
+"""attr, scalars, algorithm."""
+NO_POST_OP: PostOp = ("none", (), "")
+
+POST_OPS: dict[str, PostOp] = {
     "gelu": ("gelu", (), "none"),
     "gelu_tanh": ("gelu", (), "tanh"),
     "silu": ("swish", (), ""),
@@ -26,11 +32,24 @@ POST_OPS: dict[str, tuple[str, tuple[float, ...], str]] = {
     "tanh": ("tanh", (), ""),
     "leaky_relu": ("leaky_relu", ACTIVATIONS["leaky_relu"].defaults, ""),
 }
-"""activation -> (attr, default scalars, algorithm) of the post-operation that agrees with eager, NaN and inf included.
+"""activation -> the post-operation that agrees with eager, NaN and inf included, with its default scalars.
 
 Left out, tried on torch 2.13: relu and hardsigmoid make a number of NaN; hardswish stays finite where eager's product
 overflows; swish has no scale for quick-gelu; elu, softplus and mish are refused as undefined.
 """
+
+
+def post_op(act: str, act_args: Sequence[float], dtype: torch.dtype, rows: int) -> PostOp:
+    """The post-operation that computes `act` of a product of `rows` rows as eager does; else NO_POST_OP."""
+    found = POST_OPS.get(act)
+    # Of one fp32 row oneDNN computes erf-gelu by another kernel: inf and 3e38 where eager has NaN and inf.
+    if found is None or (act == "gelu" and rows == 1 and dtype is torch.float32):
+        return NO_POST_OP
+    # With a slope of 0 it makes a number of NaN.
+    if act == "leaky_relu" and act_args and act_args[0] == 0:
+        return NO_POST_OP
+    attr, scalars, algorithm = found
+    return attr, act_args or scalars, algorithm
 
 
 def _least_work() -> dict[torch.dtype, tuple[int, int]]:
@@ -60,46 +79,95 @@ _LEAST_WORK = _least_work()
 _ALWAYS = 1024 * 1024
 
 
-def may_gain(dtype: torch.dtype, n: int, k: int, *, fused: bool) -> bool:
+def may_gain(dtype: torch.dtype, n: int, k: int, *, epilogue: bool) -> bool:
     """True if oneDNN can beat eager at some M for a weight [N, K]: worth a call of ours, which costs 2 us, at all.
 
-    `fused`: with an activation or a product in the epilogue; a plain linear can gain in float32 only.
+    `epilogue`: there is an activation, a product or a bias to add. In 16 bits eager's bare product is oneDNN's own, but
+    a bias is written into the output first and read back: with it, oneDNN was 1.0 to 1.35 times as fast from 16**3
+    multiplications on (the machine of `_least_work`), most where the product is small; without it, 0.97 to 1.13 times.
     """
     least = _LEAST_WORK.get(dtype)
-    return least is not None and n * k >= least[0] and (fused or dtype is torch.float32)
+    return least is not None and n * k >= least[0] and (epilogue or dtype is torch.float32)
 
 
 # What oneDNN refuses (operands of other devices or dtypes, sparse and nested ones, sizes that do not fit), eager serves
-# or says what is wrong with it. So `takes` need not ask for that.
+# or says what is wrong with it. So `can` need not ask for that.
 REFUSALS = (RuntimeError, IndexError)
 
 
-def takes(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """True if linear(x, weight, bias) may go to oneDNN: what it does not refuse, it computes rightly and fast enough.
-
-    This runs at every call, beside products of 100 us: each question here costs 0.05 us, and several times that when
-    the weights have just swept the caches. May raise one of REFUSALS, which means no.
-    """
-    dtype = x.dtype
+def pays(dtype: torch.dtype, n: int, k: int, rows: int) -> bool:
+    """True if oneDNN is expected to be as fast as eager at a product of `rows` rows with a weight [N, K]."""
     least = _LEAST_WORK.get(dtype)
-    shape = weight.shape
-    if least is None or len(shape) != 2:
-        return False
-    n, k = shape
     size = n * k
-    if size < least[0] or (size < _ALWAYS and x.numel() * n < least[1]):
-        return False
-    if not (x.is_cpu and _get_mkldnn_enabled() and fits(weight, bias, dtype, n)):
-        return False
-    # Where the user allows less than fp32, eager decides by its own sizes whether to make use of it.
-    return dtype is not torch.float32 or _get_fp32_precision_getter("mkldnn", "matmul") in ("none", "ieee")
+    return least is not None and size >= least[0] and (size >= _ALWAYS or rows * size >= least[1])
 
 
-def fits(weight: Tensor, bias: Tensor | None, dtype: torch.dtype, n: int) -> bool:
-    """The part of `takes` that looks at the strides of a weight [N, K] and at its bias."""
+def can(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """True if oneDNN computes linear(x, weight, bias) rightly, and without its slow reference kernel, or refuses it.
+
+    May raise one of REFUSALS, which means no.
+    """
+    if weight.dim() != 2 or not x.is_cpu or not is_on(x.dtype):
+        return False
     # Weights of other strides are computed by oneDNN's reference kernel, hundreds of times slower than eager.
-    if not weight.is_contiguous() and weight.stride() != (1, n):
+    if not weight.is_contiguous() and weight.stride() != (1, weight.shape[0]):
         return False
-    # A bias is read as N adjacent numbers whatever its strides say, one without dimensions or on "meta" too. Only a
-    # float32 one is let in beside another dtype, where eager refuses it.
-    return bias is None or (bias.stride() == (1,) and bias.is_cpu and (dtype is torch.float32 or bias.dtype is dtype))
+    # A bias is read as N adjacent numbers whatever its shape and strides say, one on "meta" too. Only a float32 one is
+    # let in beside another dtype, where eager refuses it.
+    return bias is None or (
+        bias.stride() == (1,) and bias.shape[0] == weight.shape[0] and bias.is_cpu and bias.dtype is x.dtype
+    )
+
+
+_FULL_PRECISION = ("none", "ieee")
+
+
+def is_on(dtype: torch.dtype) -> bool:
+    """True if the user's settings leave linears of this dtype to oneDNN."""
+    # Where the user allows less than fp32, eager decides by its own sizes whether to make use of it.
+    return _get_mkldnn_enabled() and (
+        dtype is not torch.float32 or _get_fp32_precision_getter("mkldnn", "matmul") in _FULL_PRECISION
+    )
+
+
+class Weight:
+    """What is known of the weight at one place of a region, so that a call need not ask again.
+
+    Beside a product of 100 us, whose weight has just swept the caches, each question to a tensor counts. A region asks
+    for types, dtypes and shapes at each call; what may change without its noticing is asked here.
+    """
+
+    __slots__ = ("act", "act_args", "known")
+
+    def __init__(self, act: str = "", act_args: Sequence[float] = ()):
+        """``act``: the activation that follows the product, "" for none."""
+        self.act, self.act_args = act, act_args
+        self.known: tuple[torch.dtype | None, object, int, dict[int, PostOp | None]] = (None, None, 1, {})
+        """x's dtype, the weight's strides and columns, and by ``rows.bit_length()`` what `way` answers."""
+
+    def way(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> PostOp | None:
+        """The post-operation with which oneDNN is to compute linear(x, weight, bias); None: eager is to compute it.
+
+        NO_POST_OP where an activation follows: it is to be applied to the product. May raise one of REFUSALS.
+        """
+        dtype, strides, columns, ways = self.known
+        if x.dtype is dtype and weight.stride() == strides and (bias is None or bias.stride() == (1,)) and is_on(dtype):
+            bucket = (x.numel() // columns).bit_length()
+            if bucket in ways:
+                return ways[bucket]
+        return self._found_out(x, weight, bias)
+
+    def _found_out(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> PostOp | None:
+        if not can(x, weight, bias) or not weight.numel():
+            return None
+        n, k = weight.shape
+        bucket = (x.numel() // k).bit_length()
+        # The least number of rows of the bucket: eager where in doubt.
+        rows = 1 << bucket >> 1
+        way = None
+        if pays(x.dtype, n, k, rows):
+            way = post_op(self.act, self.act_args, x.dtype, rows) if self.act else NO_POST_OP
+        dtype, strides, columns, ways = self.known
+        same = dtype is x.dtype and strides == weight.stride() and columns == k
+        self.known = (x.dtype, weight.stride(), k, {**(ways if same else {}), bucket: way})
+        return way

@@ -264,13 +264,13 @@ def test_a_lower_fp32_precision_is_left_to_eager(onednn_calls):
 
 def test_small_products_are_eagers():
     x, weight, bias = torch.randn(16, 64), torch.randn(64, 64), torch.randn(64)
-    assert not onednn.takes(x, weight, bias)
-    assert not onednn.takes(x[:1].bfloat16(), weight.bfloat16(), bias.bfloat16())
+    assert onednn.Weight().way(x, weight, bias) is None
+    assert not onednn.Weight().way(x[:1].bfloat16(), weight.bfloat16(), bias.bfloat16())
 
 
 def test_large_products_are_onednns():
     x, weight, bias = torch.randn(1, 768), torch.randn(3072, 768), torch.randn(3072)
-    assert onednn.takes(x, weight, bias) == (torch.float32 in onednn._LEAST_WORK)
+    assert (onednn.Weight().way(x, weight, bias) is not None) == (torch.float32 in onednn._LEAST_WORK)
 
 
 def test_the_input_is_not_written_to(dtype, linear_act):
@@ -282,16 +282,20 @@ def test_the_input_is_not_written_to(dtype, linear_act):
     assert all(torch.equal(now, then) for now, then in zip((x, weight, bias), before, strict=True))
 
 
-@pytest.mark.parametrize("fused", [False, True])
-def test_a_weight_that_cannot_gain_is_never_taken(fused):
+@pytest.mark.parametrize("epilogue", [False, True])
+def test_a_weight_that_cannot_gain_is_never_taken(epilogue):
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         for n, k in ((64, 64), (128, 128), (3072, 768)):
-            if not onednn.may_gain(dtype, n, k, fused=True):
-                assert not onednn.takes(torch.empty(1 << 14, k, dtype=dtype), torch.empty(n, k, dtype=dtype), None)
-    assert not onednn.may_gain(torch.float64, 3072, 768, fused=fused)
-    assert not onednn.may_gain(torch.float32, 64, 64, fused=fused)
-    assert onednn.may_gain(torch.float32, 3072, 768, fused=fused) == (torch.float32 in onednn._LEAST_WORK)
-    assert onednn.may_gain(torch.bfloat16, 64, 64, fused=fused) == (fused and torch.bfloat16 in onednn._LEAST_WORK)
+            if not onednn.may_gain(dtype, n, k, epilogue=True):
+                assert not onednn.Weight().way(
+                    torch.empty(1 << 14, k, dtype=dtype), torch.empty(n, k, dtype=dtype), None
+                )
+    assert not onednn.may_gain(torch.float64, 3072, 768, epilogue=epilogue)
+    assert not onednn.may_gain(torch.float32, 64, 64, epilogue=epilogue)
+    assert onednn.may_gain(torch.float32, 3072, 768, epilogue=epilogue) == (torch.float32 in onednn._LEAST_WORK)
+    assert onednn.may_gain(torch.bfloat16, 64, 64, epilogue=epilogue) == (
+        epilogue and torch.bfloat16 in onednn._LEAST_WORK
+    )
 
 
 def test_leaky_relu_without_a_slope_keeps_nan(linear_act):

@@ -39,14 +39,25 @@ def test_lowered(row, example):
 
 
 @pytest.mark.parametrize(
-    ("size", "dtype"), [(6, torch.float32), (128, torch.bfloat16)], ids=["small weight", "eager is oneDNN itself"]
+    ("size", "dtype", "bias"),
+    [(6, torch.float32, True), (128, torch.bfloat16, False)],
+    ids=["small weight", "eager's bare product is oneDNN's own"],
 )
-def test_not_where_eager_is_as_fast(size, dtype, example):
-    model = Written(SPELLINGS["nn.Linear"], fc=nn.Linear(size, size)).to(dtype)
+def test_not_where_eager_is_as_fast(size, dtype, bias, example):
+    model = Written(SPELLINGS["nn.Linear"], fc=nn.Linear(size, size, bias=bias)).to(dtype)
     x = randn(3, 4, size, dtype=dtype)
     optimized = fxfuse.optimize(model, (x,)) if example else fxfuse.optimize(model)
     assert not fxfuse.report(optimized).events
     assert not fxfuse.graphs(optimized), "nothing was gained, so the module is as it was"
+
+
+@pytest.mark.skipif(torch.bfloat16 not in onednn._LEAST_WORK, reason="oneDNN has no bfloat16 here")
+def test_a_16_bit_bias_goes_into_the_epilogue(example):
+    model = Written(SPELLINGS["nn.Linear"], fc=nn.Linear(128, 128)).bfloat16()
+    x = randn(3, 4, 128, dtype=torch.bfloat16)
+    optimized = fxfuse.optimize(model, (x,)) if example else fxfuse.optimize(model)
+    assert [e.rule for e in fxfuse.report(optimized).events] == ["lower_linear"]
+    assert_right(model, optimized, [x])
 
 
 def test_not_for_exact_numerics(example):

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from fxfuse.ops.activations import activation
 
-LAYOUTS = ("gate_up", "up_gate", "gate_up_strided", "up_gate_strided")
+BLOCKS = ("gate_up", "up_gate")
+LAYOUTS = (*BLOCKS, "gate_up_strided", "up_gate_strided")
 """Which rows of a packed weight [2H, K] are the gate's: the first half, the last half, the even rows, the odd rows."""
 
 
@@ -16,7 +17,7 @@ def unpack(packed: Tensor, layout: str, dim: int) -> tuple[Tensor, Tensor]:
 
     A weight and a bias are taken apart along dim 0, the output of their linear along dim -1.
     """
-    if layout in ("gate_up", "up_gate"):
+    if layout in BLOCKS:
         first, second = packed.chunk(2, dim)
     elif layout in ("gate_up_strided", "up_gate_strided"):
         first, second = (packed[::2], packed[1::2]) if dim == 0 else (packed[..., ::2], packed[..., 1::2])
