@@ -32,7 +32,7 @@ def site(node: fx.Node) -> tuple[Callable[..., Tensor], tuple[fx.node.Argument, 
     """
     if node.op != "call_function" or node.target not in SITES:
         return None
-    tensors, make = SITES[node.target]  # type: ignore[index]
+    tensors, make = SITES[node.target]
     return make(*node.args[tensors:]).run, node.args[:tensors]
 
 
