@@ -4,7 +4,7 @@ A name stands for a function of one tensor and a few numbers. The pre-activation
 is freshly made and nobody else holds it: implementations may use the in-place form where one exists.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,9 +25,18 @@ class Activation:
     defaults: tuple[float, ...] = ()
     """The values of `args` where a call leaves them out."""
 
-    def apply(self, h: Tensor, *args: float) -> Tensor:
-        """function(h, *args), written over h where that can be: h must be the caller's own."""
-        return (self.in_place or self.function)(h, *args)
+    def of(self, args: Sequence[float]) -> Callable[[Tensor], Tensor]:
+        """h -> function(h, *args)."""
+        return _with(self.function, args)
+
+    def over(self, args: Sequence[float]) -> Callable[[Tensor], Tensor]:
+        """The same written over h where that can be: h must be floating-point and the caller's own."""
+        return _with(self.in_place or self.function, args)
+
+
+def _with(function: Callable[..., Tensor], args: Sequence[float]) -> Callable[[Tensor], Tensor]:
+    # Without arguments torch's own function is called with nothing in between.
+    return (lambda h: function(h, *args)) if args else function
 
 
 def quick_gelu(h: Tensor, scale: float = 1.702) -> Tensor:

@@ -20,12 +20,12 @@ class Kept(Generic[View]):
 
     def __init__(self, view: Callable[[Tensor], View]):
         self.view = view
-        self.kept: tuple[Tensor, View] | None = None
+        self.kept: tuple[Tensor, torch.dtype, View] | None = None
 
     def __call__(self, parameter: Tensor) -> View:
         kept = self.kept
-        if kept is None or parameter.dtype is not kept[0].dtype or not parameter.is_set_to(kept[0]):
+        if kept is None or parameter.dtype is not kept[1] or not parameter.is_set_to(kept[0]):
             with torch.no_grad():
                 alias = parameter.detach()
-                kept = self.kept = alias, self.view(alias)
-        return kept[1]
+                kept = self.kept = alias, alias.dtype, self.view(alias)
+        return kept[2]

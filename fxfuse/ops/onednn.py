@@ -23,6 +23,7 @@ if AVAILABLE:
 PostOp = tuple[str, Sequence[float], str]
 """attr, scalars, algorithm."""
 NO_POST_OP: PostOp = ("none", (), "")
+_UNKNOWN: PostOp = ("", (), "")
 
 POST_OPS: dict[str, PostOp] = {
     "gelu": ("gelu", (), "none"),
@@ -39,11 +40,14 @@ overflows; swish has no scale for quick-gelu; elu, softplus and mish are refused
 """
 
 
-def post_op(act: str, act_args: Sequence[float], dtype: torch.dtype, rows: int) -> PostOp:
-    """The post-operation that computes `act` of a product of `rows` rows as eager does; else NO_POST_OP."""
+def post_op(act: str, act_args: Sequence[float], *, row_kernel: bool) -> PostOp:
+    """The post-operation that computes `act` as eager does; else NO_POST_OP.
+
+    `row_kernel`: the product is one fp32 row with a contiguous weight, for which oneDNN has a kernel of its own.
+    """
     found = POST_OPS.get(act)
-    # Of one fp32 row oneDNN computes erf-gelu by another kernel: inf and 3e38 where eager has NaN and inf.
-    if found is None or (act == "gelu" and rows == 1 and dtype is torch.float32):
+    # That kernel's erf-gelu has inf and 3e38 where eager has NaN and inf.
+    if found is None or (act == "gelu" and row_kernel):
         return NO_POST_OP
     # With a slope of 0 it makes a number of NaN.
     if act == "leaky_relu" and act_args and act_args[0] == 0:
@@ -115,7 +119,11 @@ def can(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     # A bias is read as N adjacent numbers whatever its shape and strides say, one on "meta" too. Only a float32 one is
     # let in beside another dtype, where eager refuses it.
     return bias is None or (
-        bias.stride() == (1,) and bias.shape[0] == weight.shape[0] and bias.is_cpu and bias.dtype is x.dtype
+        bias.dim() == 1
+        and bias.is_contiguous()
+        and bias.shape[0] == weight.shape[0]
+        and bias.is_cpu
+        and bias.dtype is x.dtype
     )
 
 
@@ -130,6 +138,10 @@ def is_on(dtype: torch.dtype) -> bool:
     )
 
 
+Known = tuple[torch.dtype | None, tuple[int, ...] | None, int, dict[int, PostOp | None]]
+"""x's dtype, the weight's strides (None: contiguous), its columns; and by rows.bit_length() what `Weight.way` answers."""
+
+
 class Weight:
     """What is known of the weight at one place of a region, so that a call need not ask again.
 
@@ -142,8 +154,7 @@ class Weight:
     def __init__(self, act: str = "", act_args: Sequence[float] = ()):
         """``act``: the activation that follows the product, "" for none."""
         self.act, self.act_args = act, act_args
-        self.known: tuple[torch.dtype | None, object, int, dict[int, PostOp | None]] = (None, None, 1, {})
-        """x's dtype, the weight's strides and columns, and by ``rows.bit_length()`` what `way` answers."""
+        self.known: Known = (None, None, 1, {})
 
     def way(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> PostOp | None:
         """The post-operation with which oneDNN is to compute linear(x, weight, bias); None: eager is to compute it.
@@ -151,10 +162,17 @@ class Weight:
         NO_POST_OP where an activation follows: it is to be applied to the product. May raise one of REFUSALS.
         """
         dtype, strides, columns, ways = self.known
-        if x.dtype is dtype and weight.stride() == strides and (bias is None or bias.stride() == (1,)) and is_on(dtype):
-            bucket = (x.numel() // columns).bit_length()
-            if bucket in ways:
-                return ways[bucket]
+        if (
+            x.dtype is dtype
+            and (weight.is_contiguous() if strides is None else weight.stride() == strides)
+            and (bias is None or bias.is_contiguous())
+            # is_on(dtype) without a call of it
+            and _get_mkldnn_enabled()
+            and (dtype is not torch.float32 or _get_fp32_precision_getter("mkldnn", "matmul") in _FULL_PRECISION)
+        ):
+            way = ways.get((x.numel() // columns).bit_length(), _UNKNOWN)
+            if way is not _UNKNOWN:
+                return way
         return self._found_out(x, weight, bias)
 
     def _found_out(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> PostOp | None:
@@ -164,10 +182,12 @@ class Weight:
         bucket = (x.numel() // k).bit_length()
         # The least number of rows of the bucket: eager where in doubt.
         rows = 1 << bucket >> 1
+        strides = None if weight.is_contiguous() else weight.stride()
         way = None
         if pays(x.dtype, n, k, rows):
-            way = post_op(self.act, self.act_args, x.dtype, rows) if self.act else NO_POST_OP
-        dtype, strides, columns, ways = self.known
-        same = dtype is x.dtype and strides == weight.stride() and columns == k
-        self.known = (x.dtype, weight.stride(), k, {**(ways if same else {}), bucket: way})
+            row_kernel = rows == 1 and x.dtype is torch.float32 and strides is None
+            way = post_op(self.act, self.act_args, row_kernel=row_kernel) if self.act else NO_POST_OP
+        before = self.known
+        ways = before[3] if before[:3] == (x.dtype, strides, k) else {}
+        self.known = (x.dtype, strides, k, {**ways, bucket: way})
         return way

@@ -26,15 +26,17 @@ class Script:
         return self.seconds[name]
 
 
-def test_variants_take_turns_in_their_order():
+def test_each_round_has_every_variant_once_and_an_order_of_its_own():
     clock = Script({"a": 0.1, "b": 0.2, "c": 0.4})
-    effort = Effort(rounds=3, warmup_s=0.3, block_s=0.2)
+    effort = Effort(rounds=20, warmup_s=0.3, block_s=0.2)
     race = interleaved({name: lambda name=name: name for name in "abc"}, clock=clock, effort=effort)
-    warm_up, rounds = clock.log[:-9], clock.log[-9:]
-    assert [name for name, _ in rounds] == list("abcabcabc")
+    warm_up, rounds = clock.log[:-60], clock.log[-60:]
+    orders = ["".join(name for name, _ in rounds[i : i + 3]) for i in range(0, 60, 3)]
+    assert {"".join(sorted(order)) for order in orders} == {"abc"}
+    assert len(set(orders)) == 6
     assert [name for name, _ in warm_up] == ["a"] * 3 + ["b"] * 2 + ["c"]
     assert dict(rounds) == {"a": 2, "b": 1, "c": 1}
-    assert race.timings["b"].samples == (0.2, 0.2, 0.2)
+    assert race.timings["b"].samples == (0.2,) * 20
     assert {name: timing.calls for name, timing in race.timings.items()} == {"a": 2, "b": 1, "c": 1}
 
 

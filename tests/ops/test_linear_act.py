@@ -155,14 +155,24 @@ SPECIAL = [
 @pytest.mark.parametrize("act", ACTIVATIONS)
 @pytest.mark.parametrize("rows", [1, 5])
 @pytest.mark.parametrize("columns", [len(SPECIAL), 129, 3072])
-def test_nan_and_inf_stand_where_eager_has_them(act, rows, columns, dtype, linear_act, onednn_calls):
-    bias = torch.tensor(SPECIAL, dtype=torch.float64).repeat(columns // len(SPECIAL) + 1)[:columns].to(dtype)
-    x, weight = torch.zeros(rows, K, dtype=dtype), torch.zeros(columns, K, dtype=dtype)
+@pytest.mark.parametrize("transposed", [False, True], ids=["[N, K]", "[K, N]"])
+@pytest.mark.parametrize("where_from", ["bias", "weight"])
+def test_nan_and_inf_stand_where_eager_has_them(
+    act, rows, columns, transposed, where_from, dtype, linear_act, onednn_calls
+):
+    special = torch.tensor(SPECIAL, dtype=torch.float64).repeat(columns // len(SPECIAL) + 1)[:columns].to(dtype)
+    x, weight, bias = torch.zeros(rows, K, dtype=dtype), torch.zeros(columns, K, dtype=dtype), None
+    if where_from == "weight":
+        x[:, 0], weight[:, 0] = 1.0, special
+    else:
+        bias = special
+    if transposed:
+        weight = weight.t().contiguous().t()
     with torch.inference_mode():
         y, e = ops.linear_act(x, weight, bias, act), ACTIVATIONS[act].function(F.linear(x, weight, bias))
     assert len(onednn_calls) == 1
     for where in (torch.isnan, torch.isposinf, torch.isneginf):
-        assert torch.equal(where(y), where(e)), (where.__name__, bias[(where(y) != where(e)).any(0)])
+        assert torch.equal(where(y), where(e)), (where.__name__, special[(where(y) != where(e)).any(0)])
 
 
 def test_inf_and_nan_in_x(dtype, linear, onednn_calls):

@@ -36,10 +36,10 @@ class GatedSite:
 class PackedSite:
     """gated_linear_packed at one place of a region: right for any tensors, quick for those of the call before."""
 
-    __slots__ = ("act", "act_args", "halves", "layout", "unpacked", "unpacked_bias", "whole")
+    __slots__ = ("act", "halves", "layout", "unpacked", "unpacked_bias", "whole")
 
     def __init__(self, act: str, act_args: Sequence[float], layout: str):
-        self.act, self.act_args, self.layout = activation(act), act_args, layout
+        self.act, self.layout = activation(act).of(act_args), layout
         self.whole, self.halves = Site(), GatedSite(act, act_args)
         self.unpacked = Kept(lambda weight: plain.unpack(weight, layout, 0))
         self.unpacked_bias = Kept(lambda bias: plain.unpack(bias, layout, 0))
@@ -55,7 +55,7 @@ class PackedSite:
             pass
         # Halves of other weights are not dense: one product, then its halves.
         gate, up = plain.unpack(self.whole.run(x, weight, bias), self.layout, -1)
-        return self.act.apply(gate, *self.act_args) * up
+        return self.act(gate) * up
 
 
 def gated_linear(

@@ -12,11 +12,12 @@ from fxfuse.ops.linear_act import plain
 class Site:
     """linear or linear_act at one place of a region: right for any tensors, quick for those of the call before."""
 
-    __slots__ = ("act", "act_args", "weight")
+    __slots__ = ("finish", "function", "weight")
 
     def __init__(self, act: str = "", act_args: Sequence[float] = ()):
         """``act``: "" for the linear alone; ValueError for an unknown one."""
-        self.act, self.act_args = activation(act) if act else None, act_args
+        self.function = activation(act).of(act_args) if act else None
+        self.finish = activation(act).over(act_args) if act else None
         self.weight = onednn.Weight(act, act_args)
 
     def run(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -24,14 +25,11 @@ class Site:
             way = self.weight.way(x, weight, bias)
             if way is not None:
                 product = onednn.pointwise(x, weight, bias, *way)
-                if self.act is None or way is not onednn.NO_POST_OP:
-                    return product
-                return self.act.apply(product, *self.act_args)
+                return product if way is not onednn.NO_POST_OP or self.finish is None else self.finish(product)
         except onednn.REFUSALS:
             pass
-        if self.act:
-            return self.act.function(plain.linear(x, weight, bias), *self.act_args)
-        return plain.linear(x, weight, bias)
+        product = plain.linear(x, weight, bias)
+        return product if self.function is None else self.function(product)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
