@@ -59,7 +59,7 @@ def measure(m: int, k: int, n: int, dtype: torch.dtype, act: str, seconds: float
         return fxfuse.ops.linear(x, weight, bias) if act == "none" else fxfuse.ops.linear_act(x, weight, bias, act)
 
     eager_us, direct_us, chosen_us = interleaved([eager, direct, chosen], seconds)
-    choice = "oneDNN" if onednn.takes(x, weight, bias) else "eager"
+    choice = "oneDNN" if onednn.can(x, weight, bias) and onednn.pays(dtype, n, k, m) else "eager"
     return [act, m, k, n, eager_us, direct_us, eager_us / direct_us, choice, eager_us / chosen_us]
 
 

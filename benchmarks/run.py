@@ -1,6 +1,8 @@
 """Suites of benchmarks: ``python -m benchmarks.run --suite mlp-cpu``. All the measuring is in ``fxfuse.bench``.
 
 ``mlp-cpu``  geglu-mlp, ffn and matmul-add at 512, 16 and 1 rows, float32 and bfloat16, against every column
+``mlp``      on a GPU, bfloat16: one projection, gated MLPs and their decode sizes, against every column
+``sweep``    on a GPU, bfloat16: gated MLPs of many sizes against eager
 ``cases``    the cases of each pass (``benchmarks/cases/<stem>.py``) against eager
 """
 
@@ -14,8 +16,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from benchmarks import cases
-from fxfuse.bench import peers, render, targets
+from benchmarks import cases, gpu
+from fxfuse.bench import render, targets
 from fxfuse.bench.measure import Result, measure
 from fxfuse.bench.progress import Progress
 from fxfuse.bench.targets import Target
@@ -24,22 +26,44 @@ from fxfuse.bench.timer import QUICK, Effort
 RESULTS = Path(__file__).parent / "results"
 
 
-def mlp_cpu() -> Iterator[tuple[str, Target, Sequence[str]]]:
+Row = tuple[str, Target, Sequence[str] | None]
+
+
+def mlp_cpu() -> Iterator[Row]:
     for name in ("geglu-mlp", "ffn", "matmul-add"):
         for dtype in ("float32", "bfloat16"):
             for rows in (512, 16, 1):
                 target = targets.load(name, device="cpu", dtype=dtype, rows=rows)
-                yield f"{name} M={rows}", target, tuple(peers.PEERS)
+                yield f"{name} M={rows}", target, None
 
 
-def all_cases() -> Iterator[tuple[str, Target, Sequence[str]]]:
+def all_cases() -> Iterator[Row]:
     for module in pkgutil.iter_modules(cases.__path__):
         for name, build in importlib.import_module(f"benchmarks.cases.{module.name}").CASES.items():
             label = f"{module.name}/{name}"
             yield label, Target(label, *build()), ("eager", "fxfuse")
 
 
-SUITES = {"mlp-cpu": mlp_cpu, "cases": all_cases}
+def mlp() -> Iterator[Row]:
+    for label, build in gpu.PROJECTIONS.items():
+        yield label, gpu.target(label, build, gpu.SEED), ("compile", "gemms")
+    for label, build in gpu.GATED.items():
+        for size in gpu.PREFILL:
+            columns = None if size == gpu.SEED else ("compile", "liger", "gemms")
+            yield f"{label} {size}", gpu.target(label, build, size), columns
+    for rows in (1, 4, 16, 64):
+        size = gpu.Size(rows, 4096, 14336)
+        yield f"swiglu {size}", gpu.target("swiglu", gpu.GATED["swiglu"], size), ("compile", "liger", "gemms")
+    tiny = gpu.Size(8, 256, 512)
+    yield f"geglu {tiny}", gpu.target("geglu", gpu.GATED["geglu"], tiny), ("compile", "liger")
+
+
+def sweep() -> Iterator[Row]:
+    for size in gpu.SWEEP:
+        yield f"geglu {size}", gpu.target("geglu", gpu.GATED["geglu"], size), ()
+
+
+SUITES = {"mlp-cpu": mlp_cpu, "mlp": mlp, "sweep": sweep, "cases": all_cases}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -4,9 +4,9 @@ model = fxfuse.optimize(model)
 print(fxfuse.report(model))
 """
 
-from fxfuse.api import graphs, optimize, report, restore, rewrite
+from fxfuse.api import graphs, optimize, refresh, report, restore, rewrite, tune
 from fxfuse.options import Options
 from fxfuse.rule import Rule
 
-__all__ = ["Options", "Rule", "graphs", "optimize", "report", "restore", "rewrite"]
+__all__ = ["Options", "Rule", "graphs", "optimize", "refresh", "report", "restore", "rewrite", "tune"]
 __version__ = "0.1.0"

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import torch
 from torch import fx, nn
 
-from fxfuse import engine, errors
+from fxfuse import engine, errors, tuning
 from fxfuse.capture import build, copies
 from fxfuse.capture import region as regions
-from fxfuse.capture.tree import ROOT
+from fxfuse.capture.body import copied
+from fxfuse.capture.installed import Installed
+from fxfuse.capture.rewritten import normalised
+from fxfuse.capture.tracer import LOCK
+from fxfuse.capture.tree import REGION, ROOT, intact
 from fxfuse.facts import Fact
 from fxfuse.options import Options
 from fxfuse.passes import DEFAULT
-from fxfuse.report import RegionInfo, Report
+from fxfuse.report import Measured, RegionInfo, Report
 
 M = TypeVar("M", bound=Callable[..., Any])
 
@@ -54,7 +58,10 @@ def optimize(
     result: Any
     if isinstance(model, fx.GraphModule):
         result, report = rewrite(model, args if with_example else None, options=chosen)
-        result.__dict__[ROOT] = build.Installed(report, [])
+        original = model.graph if chosen.inplace else copied(model.graph)
+        if chosen.inplace:
+            model.graph, result = result.graph, model
+        result.__dict__[ROOT] = Installed(report, [], original, chosen)
     elif isinstance(model, nn.Module):
         result, report = build.optimize_module(model, (args, kwargs) if with_example else None, chosen)
     elif isinstance(model, (types.FunctionType, types.MethodType)):
@@ -62,6 +69,7 @@ def optimize(
     else:
         raise errors.not_optimizable(model)
     if "fuse" in chosen.strict and not report.fused:
+        restore(result)
         raise errors.nothing_fused(report)
     return result
 
@@ -79,7 +87,7 @@ def rewrite(
         raise errors.not_optimizable(gm)
     options = options or Options()
     report = Report(type(gm).__name__)
-    new = fx.GraphModule(gm, build.copied(gm.graph))
+    new = fx.GraphModule(gm, copied(gm.graph))
     for table in ("_parameters", "_buffers", "_modules"):
         new.__dict__[table] = type(getattr(gm, table))(getattr(gm, table))
     new.__dict__["training"] = gm.training
@@ -90,7 +98,7 @@ def rewrite(
     }
     before = len(new.graph.nodes)
     # Nothing stands round a graph that would notice a module in training mode, or arguments of other shapes.
-    build.normalised(new, training=True)
+    normalised(new, training=True)
     rewriting = engine.run(new, DEFAULT, options, "", facts, checked=False)
     report.events = rewriting.events
     report.regions.append(RegionInfo("", type(gm).__name__, before, len(new.graph.nodes), installed=True))
@@ -106,32 +114,81 @@ def report(model: Any) -> Report:
 def graphs(model: Any, original: bool = False) -> dict[str, fx.GraphModule]:
     """Module path -> GraphModule of each installed region, rewritten or, with ``original``, as traced."""
     if isinstance(model, fx.GraphModule):
-        return {"": model}
+        before = _require(model).graph if original else None
+        return {"": model if before is None else fx.GraphModule(model, copied(before))}
     return {region.path: region.graph_module(original) for region in _require(model).regions}
+
+
+def tune(model: Any, shapes: Iterable[Any]) -> list[Measured]:
+    """Measure the operators of an optimized model at other sizes, and keep which implementation is best at each.
+
+    Choices hold for all models on this device, for these versions (``fxfuse cache`` says where they are kept); a model
+    optimized before asks for them when it meets a size that it has not met yet, and this one at its next call.
+
+    Args:
+        model: what ``optimize`` returned. It is called in inference mode, and its report counts these calls.
+        shapes: one element a call. A tuple of ints stands for one random tensor of that shape, of the dtype and on the
+            device of the model's first floating-point parameter; any other tuple is the positional arguments.
+
+    Returns:
+        What was measured, as it stands in ``report.measured``: nothing where no call ran fused, and
+        ``report.calls`` then says why.
+
+    Raises:
+        ``errors.NotOptimized``: ``model`` is nothing of the kind. TypeError: ``shapes`` is no such iterable. Whatever
+        the model raises on these arguments.
+    """
+    _require(model)
+    return tune_calls(model, [(tuning.arguments(model, element), {}) for element in tuning.elements(shapes)])
+
+
+def tune_calls(model: Any, calls: Iterable[tuple[tuple[Any, ...], Mapping[str, Any]]]) -> list[Measured]:
+    """``tune`` for calls with keyword arguments, too: (positional, keyword) each."""
+    installed = _require(model)
+    with tuning.recording(model, installed.regions) as found, torch.inference_mode():
+        for args, kwargs in calls:
+            model(*args, **kwargs)
+    return tuning.measure(found, installed.report, pack=installed.report.packed is not None, again=True)
+
+
+def refresh(model: M) -> M:
+    """Drop what an optimized model keeps of its weights: packed copies, and what was found out about each.
+
+    For weights that were changed in single elements through ``.data`` or numpy, which packing cannot notice.
+    Returns the model; ``errors.NotOptimized`` for anything else.
+    """
+    for region in _require(model).regions:
+        region.forget()
+    return model
 
 
 def restore(model: M) -> M:
     """Undo ``optimize``: put back exactly what each module had. Returns the model (of a function, the original)."""
     installed = _require(model)
+    if isinstance(model, fx.GraphModule):
+        model.graph = model.__dict__.pop(ROOT).graph
+        return model
     if not isinstance(model, nn.Module):
         return inspect.unwrap(model, stop=lambda f: ROOT not in vars(f))
-    found = regions.regions_of(model)
-    for path, module in found:
-        if not regions.intact(module):
-            raise errors.restore_refused(path)
-    model.__dict__.pop(ROOT)
-    copies.release(model)
-    for _, module in found:
-        regions.uninstall(module)
-    installed.regions.clear()
+    with LOCK:  # another thread may be tracing a region again
+        # A part of the model may have been optimized by itself before; that stays.
+        own = [r for r in installed.regions if r.owner.__dict__.get(REGION) is r]
+        for region in own:
+            if not intact(region.owner):
+                raise errors.restore_refused(region.path)
+        model.__dict__.pop(ROOT)
+        copies.release(model)
+        for region in own:
+            regions.uninstall(region.owner)
+        installed.regions.clear()
     return model
 
 
-def _installed(model: Any) -> build.Installed | None:
+def _installed(model: Any) -> Installed | None:
     return getattr(model, "__dict__", {}).get(ROOT)
 
 
-def _require(model: Any) -> build.Installed:
+def _require(model: Any) -> Installed:
     found = _installed(model)
     if found is None:
         raise errors.not_optimized(model)

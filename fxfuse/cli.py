@@ -1,4 +1,4 @@
-"""The ``fxfuse`` command: list, explain, bench.
+"""The ``fxfuse`` command: list, explain, bench, tune, cache.
 
 Exit codes: 0; 1 where fxfuse itself gave no right answer to time; 2 for anything that was asked wrongly or that the
 model raised, with one line on stderr; 130 after ^C, with what was finished.
@@ -18,14 +18,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tabulate import tabulate
 
 import fxfuse
+from fxfuse import api, choose, tuning
 from fxfuse.bench import peers, render, targets
 from fxfuse.bench.measure import Result, measure
 from fxfuse.bench.models import BUILT_IN
 from fxfuse.bench.progress import Progress
 from fxfuse.bench.timer import QUICK, Effort
 from fxfuse.errors import FxfuseError
+from fxfuse.report import MEASURED_HEAD
 
 _TARGET = (
     "a built-in name (fxfuse list), package.module:callable or file.py:callable. The callable takes nothing and "
@@ -79,8 +82,7 @@ def _parser() -> argparse.ArgumentParser:
         "--vs",
         metavar="NAMES",
         type=_columns,
-        default=tuple(peers.PEERS),
-        help=f"comma-separated, of {names} (default: all)",
+        help=f"comma-separated, of {names} (default: all that there are for the device)",
     )
     bench.add_argument("--json", metavar="FILE", help="write the figures to FILE; - prints JSON and nothing else")
     bench.add_argument("--quick", action="store_true", help="a few short rounds: shows that it runs, ranks little")
@@ -90,15 +92,31 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--threads", metavar="N", type=_positive, help="CPU threads of torch")
     bench.set_defaults(command=_bench)
 
-    for command in (explain, bench):
+    tune = commands.add_parser("tune", help="measure the implementations of a target's operators, and keep the choices")
+    tune.add_argument("target", metavar="TARGET", help=_TARGET)
+    tune.add_argument(
+        "--rows",
+        metavar="M,...",
+        type=_row_counts,
+        help="rows to measure, for a model of one floating-point tensor (default: those of the target's own example)",
+    )
+    tune.add_argument("--pack", action="store_true", help="with packed copies of weights among the implementations")
+    tune.set_defaults(command=_tune)
+
+    cache = commands.add_parser("cache", help="where measured choices are kept, and how many there are")
+    cache.add_argument("--clear", action="store_true", help="forget them all")
+    cache.set_defaults(command=_cache)
+
+    for command in (explain, bench, tune):
         command.add_argument(
             "--device", choices=("cpu", "cuda"), help="default: where the target is; built-ins: cuda if there is one"
         )
         command.add_argument("--dtype", choices=targets.DTYPES, help="default: as the target is built")
+    for command in (explain, bench):
         command.add_argument(
             "--rows", metavar="M", type=_positive, default=512, help="rows of the built-in MLPs' input (default: 512)"
         )
-    for command in (known, explain, bench):
+    for command in (known, explain, bench, tune, cache):
         command.add_argument("--traceback", action="store_true", help="show where an error came from")
     return parser
 
@@ -111,6 +129,10 @@ def _columns(text: str) -> tuple[str, ...]:
             f"no column {', '.join(map(repr, unknown))}; there are {', '.join(peers.PEERS)}"
         )
     return names
+
+
+def _row_counts(text: str) -> tuple[int, ...]:
+    return tuple(_positive(count.strip()) for count in text.split(","))
 
 
 def _positive(text: str) -> int:
@@ -140,13 +162,50 @@ def _explain(options: argparse.Namespace) -> int:
     return 0
 
 
+def _tune(options: argparse.Namespace) -> int:
+    target = targets.load(options.target, device=options.device, dtype=options.dtype)
+    peers.build("eager", target)  # an example that the model refuses is an error here
+    calls = [target.example()] if options.rows is None else [_of_rows(target, rows) for rows in options.rows]
+    model = fxfuse.optimize(target.model, *target.example(), tune="off", pack=options.pack)
+    measured = api.tune_calls(model, calls)
+    if measured:
+        print(tabulate([m.row() for m in measured], headers=MEASURED_HEAD, disable_numparse=True))
+    for line in fxfuse.report(model).notes or ([] if measured else ["no fused operator was called"]):
+        print(line)
+    return 0
+
+
+def _of_rows(target: targets.Target, rows: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A call with one tensor like the target's, of so many rows."""
+    args, kwargs = target.example()
+    x = args[0] if len(args) == 1 and not kwargs else None
+    if not isinstance(x, torch.Tensor) or not x.is_floating_point() or x.dim() < 2:
+        raise targets.BadTarget(
+            f"{target.name}: --rows is for models of one floating-point tensor [..., rows, columns]. "
+            "Without it, the sizes of the target's own example are measured."
+        )
+    return (tuning.random([1] * (x.dim() - 2) + [rows, x.shape[-1]], like=x),), {}
+
+
+def _cache(options: argparse.Namespace) -> int:
+    print(choose.file())
+    if options.clear:
+        choose.CHOICES.clear()
+        print("cleared")
+        return 0
+    ours, others = choose.count()
+    print(f"{ours} choices for {choose.versions()}, {choose.device_name('cpu')}")
+    print(f"{others} for other devices and versions")
+    return 0
+
+
 def _bench(options: argparse.Namespace) -> int:
     if options.json not in (None, "-") and not Path(options.json).resolve().parent.is_dir():
         raise FileNotFoundError(f"--json {options.json}: there is no such folder")
     effort = QUICK if options.quick else Effort()
     if options.repeats:
         effort = replace(effort, rounds=options.repeats, budget_s=None)
-    settings = {"columns": list(options.vs), "rows": options.rows, **asdict(effort)}
+    settings = {"columns": options.vs and list(options.vs), "rows": options.rows, **asdict(effort)}
     results: list[Result] = []
     with _threads(options.threads):
         try:

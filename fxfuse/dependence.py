@@ -14,7 +14,6 @@ import operator
 from collections.abc import Collection, Iterable
 from typing import Any
 
-import networkx as nx
 import torch
 from torch import fx, nn
 
@@ -31,6 +30,7 @@ _INPLACE_OPERATORS = {
     and f"__{name}__" in dir(operator)
     and name not in ("index", "inv", "invert", "is_", "is_not")
 }
+_INPLACE_METHODS = {f"__{f.__name__}__" for f in _INPLACE_OPERATORS} | {"__setitem__", "__delitem__", "__setstate__"}
 # What a dropout returns in eval mode, or with p = 0, is its input; the schemas do not say so.
 _MAY_RETURN_INPUT = {
     "dropout",
@@ -87,6 +87,8 @@ def _effect(node: fx.Node, module: nn.Module | None) -> tuple[str, bool]:
     assert isinstance(name, str)
     if node.target in _INPLACE_OPERATORS or node.target is operator.setitem or _inplace(node):
         return "first", True
+    if node.op == "call_method" and name in _INPLACE_METHODS:
+        return "first", True
     if node.target in _PURE_OPERATORS or (getattr(node.target, "__module__", None) or "").startswith("fxfuse.ops"):
         return "nothing", False
     if node.kwargs.get("out") is not None:
@@ -142,6 +144,8 @@ class Dependence:
     """Data, mutation and alias edges of one graph, as a ``networkx.DiGraph`` over its nodes."""
 
     def __init__(self, gm: fx.GraphModule):
+        import networkx as nx  # here, as it would be more than half of what `import fxfuse` costs
+
         self.graph = nx.DiGraph()
         self.modules = dict(gm.named_modules())
         self.position: dict[fx.Node, int] = {}

@@ -74,7 +74,7 @@ def run(
     work = _Run(gm, options, region, Facts(gm, examples, checked=checked))
     work.drop_dead()
     for rule in passes:
-        if rule.name not in options.exclude:
+        if rule.kind == "fused" or rule.name not in options.exclude:
             work.apply(rule)
     gm.recompile()
     alive = {n.name for n in gm.graph.nodes}
@@ -148,6 +148,8 @@ class _Run:
             try:
                 self.check_surroundings(m)
                 self.check_aliasing(rule, m)
+                if rule.name in self.options.exclude:
+                    raise NoMatch("excluded by Options.exclude", node=node, candidate=True)
                 if rule.numerics == "fused" and self.options.numerics == "exact":
                     raise NoMatch("numerics='exact' forbids rounding at other places", node=node, candidate=True)
             except NoMatch as miss:

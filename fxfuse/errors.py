@@ -19,12 +19,20 @@ class ExampleWarning(UserWarning):
     """The model's own forward refused the example inputs, so nothing was learned from them."""
 
 
+class ChoicesWarning(UserWarning):
+    """The table of measured choices could not be read or kept; everything works without it."""
+
+
 class NothingFused(FxfuseError, RuntimeError):
     """``strict={"fuse"}`` was asked for and no candidate was fused."""
 
 
 class NotOptimized(FxfuseError, ValueError):
     """report, graphs and restore take what optimize returned."""
+
+
+class FellBack(FxfuseError, RuntimeError):
+    """``strict={"run"}`` was asked for and a call broke an assumption of its region."""
 
 
 class RestoreRefused(FxfuseError, RuntimeError):
@@ -59,6 +67,14 @@ def _short(error: BaseException) -> str:
 
 def nothing_fused(report: object) -> NothingFused:
     return NothingFused("strict={'fuse'} was asked for, and nothing was fused. The report says why:\n" + str(report))
+
+
+def fell_back(path: str, why: str) -> FellBack:
+    return FellBack(
+        f"strict={{'run'}} was asked for, and a call of region {path or '.'!r} broke an assumption: {why}. "
+        "Undo that, call fxfuse.optimize() again as things are now (with example_inputs of this kind), or leave "
+        "'run' out of strict: the model's own forward then runs."
+    )
 
 
 def restore_refused(path: str) -> RestoreRefused:

@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from fxfuse.facts import Fact, Facts
+from fxfuse.ops.gpu.product import unserved
 from fxfuse.pattern import Pattern, Wildcard
 from fxfuse.spellings import Call, activation, spell
 
@@ -118,6 +119,12 @@ class Match:
         self.require(len(fact.shape) == 2, "{} has shape {}, not two dimensions", what, fact.shape, at=name)
         self.require(fact.dtype.is_floating_point, "{} is {}, not floating point", what, _dtype(fact.dtype), at=name)
         return fact
+
+    def require_served(self, name: str) -> None:
+        """Refuse where no implementation of a fused operator can beat eager, given the weight's dtype and device."""
+        fact = self.fact(name)
+        reason = "" if fact is None else unserved(fact.dtype, fact.device)
+        self.require(not reason, "{}", reason, at=name)
 
     def require_bias(self, name: str, features: int, dtype: torch.dtype) -> None:
         """Refuse unless the operand is None or a vector of one number a feature, of the weight's dtype."""

@@ -6,7 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from tabulate import tabulate
 
@@ -71,12 +71,57 @@ class Calls:
     reasons: Counter[str] = field(default_factory=Counter)
 
 
+@dataclass(frozen=True)
+class Measured:
+    """The implementations of one operator at one size, and the one that is taken."""
+
+    op: str
+    """The operator and what follows in it: ``linear``, ``gated_linear silu``."""
+    dtype: str
+    weight: str
+    """``NxK``; with the bias and the layout in memory where these are not the usual ones."""
+    rows: str
+    """The row counts that it holds for: ``512-1023``."""
+    taken: str
+    seconds: dict[str, float]
+    """Implementation -> its median time a call."""
+    regions: tuple[str, ...]
+    """Module paths of the regions in which the operator was called at this size; "" is the model itself."""
+    when: Literal["now", "before"]
+    """Whether it was measured for this model, or found in the table of measured choices."""
+
+    @property
+    def size(self) -> tuple[str, ...]:
+        return self.op, self.dtype, self.weight, self.rows
+
+    def row(self) -> list[str]:
+        """As ``MEASURED_HEAD`` names the columns."""
+        times = ", ".join(f"{name} {seconds * 1e6:.0f}" for name, seconds in self.seconds.items())
+        return [*self.size, self.taken, times, self.when]
+
+
+MEASURED_HEAD = ["operator", "dtype", "weight", "rows", "taken", "us a call", "when"]
+
+
 @dataclass
 class Coverage:
     """How many of the model's ``nn.Linear`` modules lie in traced regions."""
 
     seen: int = 0
     captured: int = 0
+
+
+class Packed(Protocol):
+    """Copies of weights in an implementation's own layout."""
+
+    limit: int
+    """Bytes that they may take together."""
+
+    @property
+    def count(self) -> int: ...
+
+    @property
+    def nbytes(self) -> int: ...
 
 
 class Report:
@@ -90,6 +135,11 @@ class Report:
         self.coverage = Coverage()
         self.calls: dict[str, Calls] = {}
         """Region path -> counts; they go on counting while the model runs."""
+        self.measured: list[Measured] = []
+        self.packed: Packed | None = None
+        """The packed copies of weights, as they are now; None where ``Options(pack=)`` allows none."""
+        self.options: list[str] = []
+        """Options that differ from the defaults, and what they do."""
         self.notes: list[str] = []
         self.seconds: dict[str, float] = {}
         """Time by stage of optimize()."""
@@ -120,8 +170,11 @@ class Report:
             "uncaptured": [asdict(u) for u in self.uncaptured],
             "coverage": asdict(self.coverage),
             "calls": {path: {**asdict(c), "reasons": dict(c.reasons)} for path, c in self.calls.items()},
+            "measured": [asdict(m) for m in self.measured],
+            "packed": self.packed and {k: getattr(self.packed, k) for k in ("count", "nbytes", "limit")},
             "kernels_saved": self.kernels_saved,
             "bytes_saved": self.bytes_saved,
+            "options": self.options,
             "notes": self.notes,
             "seconds": self.seconds,
         }
@@ -179,6 +232,12 @@ class Report:
             ["region", "class", "note"],
             ([r.path or ".", r.kind, r.note] for r in self.regions if not r.installed),
         )
+        table("implementations, measured", MEASURED_HEAD, (m.row() for m in self.measured))
+        if self.packed:
+            parts.append(
+                f"{mark}packed weights\n{self.packed.count} copies, {_size(self.packed.nbytes)} of at most "
+                f"{_size(self.packed.limit)}; fxfuse.refresh() drops them"
+            )
         table(
             "calls since",
             ["region", "fused", "plain", "fallback", "reasons"],
@@ -194,6 +253,8 @@ class Report:
                 if c.fused or c.plain or c.fallback
             ),
         )
+        if self.options:
+            parts.append(f"{mark}options\n" + "\n".join(self.options))
         if self.notes:
             parts.append(f"{mark}notes\n" + "\n".join(self.notes))
         return "\n\n".join(parts)

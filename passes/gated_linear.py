@@ -26,11 +26,12 @@ _PRODUCTS = ("linear", "matmul", "mm")
 
 
 def _require_product(m, name: str, x: str, weight: str) -> None:
-    """What a projection spelled as a product with a [K, N] matrix must be, so that it is a linear."""
+    """What a projection must be: a linear, or a product with a [K, N] matrix, that a fused operator may serve."""
     if m.op(name) != "linear":
         m.require_weight(weight)
     if m.op(name) == "mm":
         m.require_rank(x, 2, "torch.mm takes two dimensions only")
+    m.require_served(weight)
 
 
 def _rows(m, graph: fx.Graph, name: str, weight: str) -> fx.Node:

@@ -17,6 +17,7 @@ class LinearAct(Rule):
 
     def check(self, m):
         m.activation("act")
+        m.require_served("w")
 
     def rewrite(self, m, graph):
         return graph.call_function(linear_act, (m.x, m.w, m.b, *m.activation("act")))
@@ -31,6 +32,7 @@ class MatmulAct(Rule):
     def check(self, m):
         m.require_weight("w")
         m.activation("act")
+        m.require_served("w")
         if m.op("product") == "mm":
             m.require_rank("x", 2, "torch.mm takes two dimensions only")
 

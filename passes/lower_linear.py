@@ -1,4 +1,5 @@
-"""A plain linear gets the implementation that is faster on its device: on the CPU, oneDNN's on the user's own weight.
+"""A plain linear gets the implementation that is faster on its device, on the model's own weight: on the CPU oneDNN's,
+on a GPU kernels that read the weight at the speed of memory for few rows, and hide the bias for many.
 
 linear(x, w, b)  ->  fxfuse.ops.linear(x, w, b)
 """
@@ -6,6 +7,7 @@ linear(x, w, b)  ->  fxfuse.ops.linear(x, w, b)
 from __future__ import annotations
 
 from fxfuse.ops import linear, onednn
+from fxfuse.ops.gpu.product import unserved
 from fxfuse.rule import Rule
 
 
@@ -17,8 +19,11 @@ class LowerLinear(Rule):
 
     def check(self, m):
         weight = m.fact("w")
-        m.expect(weight is not None and weight.device.type == "cpu" and len(weight.shape) == 2, "not on the CPU")
-        m.expect(onednn.may_gain(weight.dtype, *weight.shape, epilogue=m.b is not None), "eager is as fast")
+        m.expect(weight is not None and len(weight.shape) == 2, "a weight of unknown shape")
+        if weight.device.type == "cpu":
+            m.expect(onednn.may_gain(weight.dtype, *weight.shape, epilogue=m.b is not None), "eager is as fast")
+        else:
+            m.expect(weight.device.type == "cuda" and not unserved(weight.dtype, weight.device), "eager is as fast")
 
     def rewrite(self, m, graph):
         return graph.call_function(linear, (m.x, m.w, m.b))

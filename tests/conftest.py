@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import operator
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_map
 
 import fxfuse
-from fxfuse import numerics
+from fxfuse import choose, numerics, tuning
 from fxfuse.report import Event, Report
 from fxfuse.spellings import spell
 
@@ -32,6 +34,29 @@ def poison() -> Iterator[None]:
     yield
     torch.use_deterministic_algorithms(False)
     torch.utils.deterministic.fill_uninitialized_memory = filled
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(autouse=True)
+def unmeasured(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+    """No test reads or writes the user's table of measured choices, and none measures but those that ask for it."""
+    # A folder for each test: what the commands that it starts have measured is not the next one's.
+    monkeypatch.setenv("FXFUSE_CACHE", str(cache / str(next(_numbers))))
+    monkeypatch.setattr(choose, "CHOICES", choose.Choices())
+    if "measuring" not in request.fixturenames:
+        monkeypatch.setattr(tuning, "measure", lambda *args, **kwargs: [])
+
+
+@pytest.fixture
+def measuring() -> None:
+    """The test is about measuring."""
+
+
+_numbers = itertools.count()
 
 
 @pytest.fixture(params=[False, True], ids=["bare", "example"])

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 import fxfuse
-from fxfuse import cli
+from fxfuse import choose, cli, tuning
 from fxfuse.bench.models import BUILT_IN
+from fxfuse.ops import onednn
 
 MODELS = """
 import torch
@@ -18,6 +19,9 @@ def mlp():
 
 def alone():
     return mlp()[0]
+
+def keywords():
+    return mlp()[0], (), {"input": torch.randn(4, 32)}
 
 def misfit():
     return nn.Linear(8, 8), (torch.randn(4, 9),)
@@ -65,7 +69,7 @@ def test_python_m_fxfuse():
     assert done.stdout.startswith("geglu-mlp")
 
 
-@pytest.mark.parametrize("command", ["explain", "bench"])
+@pytest.mark.parametrize("command", ["explain", "bench", "tune"])
 @pytest.mark.parametrize(
     ("target", "says"),
     [
@@ -80,14 +84,15 @@ def test_one_clear_line(command, target, says, file, capsys):
     assert says in asked_wrongly(capsys, command, target.format(file=file))
 
 
-def test_bench_says_that_inputs_are_missing(file, capsys):
-    line = asked_wrongly(capsys, "bench", f"{file}:alone")
+@pytest.mark.parametrize("command", ["bench", "tune"])
+def test_without_inputs_there_is_nothing_to_time(command, file, capsys):
+    line = asked_wrongly(capsys, command, f"{file}:alone")
     assert "returned a model without example inputs" in line
     assert "Return (model, args)" in line
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize("command", ["explain", "bench"])
+@pytest.mark.parametrize("command", ["explain", "bench", "tune"])
 def test_no_gpu(command, capsys):
     assert "no CUDA device is available" in asked_wrongly(capsys, command, "ffn", "--device", "cuda")
 
@@ -108,6 +113,9 @@ def test_traceback_on_request(file, capsys):
         (["bench", "ffn", "--repeats", "0"], "'0' is not a positive whole number"),
         (["bench", "ffn", "--rows", "-3"], "is not a positive whole number"),
         (["bench"], "required: TARGET"),
+        (["tune"], "required: TARGET"),
+        (["tune", "ffn", "--rows", "1,0"], "'0' is not a positive whole number"),
+        (["tune", "ffn", "--rows", "16,"], "'' is not a positive whole number"),
         (["train", "ffn"], "invalid choice: 'train'"),
         ([], "required: COMMAND"),
     ],
@@ -206,3 +214,68 @@ def test_a_reader_that_has_seen_enough():
     shown = f"{sys.executable} -m fxfuse explain gpt2-like | head -n 1"
     done = subprocess.run(["bash", "-c", shown], capture_output=True, text=True, check=True)
     assert done.stderr == ""
+
+
+# tune and cache
+
+
+@pytest.fixture
+def quiet(measuring, monkeypatch):
+    """A machine that nobody else uses, as far as measuring is concerned."""
+    monkeypatch.setattr(tuning, "HAD_CORE", 0.0)
+
+
+@pytest.mark.skipif(not onednn.AVAILABLE, reason="there is nothing to choose from")
+def test_tune_prints_what_was_measured(quiet, file, capsys):
+    assert cli.main(["tune", f"{file}:mlp", "--rows", "1,16"]) == 0
+    head, _, *rows = capsys.readouterr().out.splitlines()
+    assert head.split() == ["operator", "dtype", "weight", "rows", "taken", "us", "a", "call", "when"]
+    assert [row.split()[:5] for row in rows] == [
+        ["linear_act", "relu", "float32", "64x32", "1"],
+        ["linear_act", "relu", "float32", "64x32", "16-31"],
+    ]
+    assert all("plain " in row and "onednn " in row and "packed" not in row for row in rows)
+    assert cli.main(["cache"]) == 0
+    file_, ours, others = capsys.readouterr().out.splitlines()
+    assert file_ == str(choose.file())
+    assert ours.startswith("2 choices for fxfuse ")
+    assert others == "0 for other devices and versions"
+
+
+@pytest.mark.skipif(not onednn.AVAILABLE, reason="there is nothing to choose from")
+@pytest.mark.parametrize("target", ["mlp", "keywords"])
+def test_tune_measures_the_targets_own_example(target, quiet, file, capsys):
+    assert cli.main(["tune", f"{file}:{target}", "--pack"]) == 0
+    (row,) = capsys.readouterr().out.splitlines()[2:]
+    assert "4-7" in row
+    assert "onednn-packed " in row
+
+
+def test_tune_with_nothing_to_measure(quiet, tmp_path, capsys):
+    path = tmp_path / "bare.py"
+    path.write_text("import torch\ndef build():\n    return torch.nn.ReLU(), torch.randn(2, 2)\n")
+    assert cli.main(["tune", f"{path}:build"]) == 0
+    assert capsys.readouterr().out == "no fused operator was called\n"
+
+
+@pytest.mark.parametrize("target", ["gpt2-like", "{file}:keywords"])
+def test_rows_are_for_one_floating_point_tensor(target, file, capsys):
+    line = asked_wrongly(capsys, "tune", target.format(file=file), "--rows", "3")
+    assert "--rows is for models of one floating-point tensor" in line
+
+
+def test_clear(capsys):
+    key = choose.Key(choose.device_name("cpu"), "linear", torch.float32, 1, 1, False, True, 1)
+    choose.CHOICES.put({key: choose.Choice(("plain",), {"plain": 1.0})})
+    assert cli.main(["cache", "--clear"]) == 0
+    assert capsys.readouterr().out.splitlines() == [str(choose.file()), "cleared"]
+    assert not choose.file().exists()
+    assert cli.main(["cache"]) == 0
+    assert capsys.readouterr().out.splitlines()[1].startswith("0 choices for ")
+
+
+def test_a_table_that_cannot_be_read(capsys):
+    choose.folder().mkdir(parents=True)
+    choose.file().write_text("no json")
+    assert cli.main(["cache"]) == 2
+    assert capsys.readouterr().err.startswith("fxfuse: JSONDecodeError: ")

@@ -45,4 +45,10 @@ def test_the_report_shown_is_the_programs_output(tmp_path):
     ).groups()
     (tmp_path / "model.py").write_text(program)
     run = subprocess.run([sys.executable, "model.py"], cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert [line.rstrip() for line in run.stdout.splitlines()] == shown.splitlines()
+    assert _comparable(run.stdout) == _comparable(shown)
+
+
+def _comparable(report):
+    """The parts of a report that are the same on every machine: not what was measured, or why nothing was."""
+    parts = ["\n".join(line.rstrip() for line in part.splitlines()) for part in report.strip().split("\n\n")]
+    return [p for p in parts if not p.startswith(("implementations, measured\n", "notes\nnothing was measured"))]

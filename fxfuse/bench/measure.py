@@ -13,7 +13,7 @@ from fxfuse.bench import peers
 from fxfuse.bench.gate import Gate
 from fxfuse.bench.peers import LeftOut, Variant
 from fxfuse.bench.targets import Target
-from fxfuse.bench.timer import Effort, Timing, clock_for, interleaved
+from fxfuse.bench.timer import QUICK, Effort, SubmitClock, Timing, clock_for, interleaved
 
 #: Measured in every run: the baseline, and what is compared with it.
 ALWAYS = ("eager", "fxfuse")
@@ -36,6 +36,10 @@ class Result:
     """Why the answers were compared by the norm of their error only; empty if element by element too."""
     ops: dict[str, int]
     """Operators dispatched a call, of eager and fxfuse."""
+    submit: dict[str, Timing]
+    """On a GPU, how long the host is busy with a call; there ``timings`` are times on the GPU."""
+    kernels: dict[str, int]
+    """On a GPU, kernels a call."""
     fused: int
     """Fusions that the report lists."""
     lowered: int
@@ -51,17 +55,20 @@ class Result:
 
 def measure(
     target: Target,
-    names: Sequence[str],
+    names: Sequence[str] | None = None,
     *,
     label: str | None = None,
     effort: Effort | None = None,
     progress: Progress = lambda _text: None,
 ) -> Result:
-    """Measure ``names`` (keys of ``peers.PEERS``) on ``target``, with eager and fxfuse in any case.
+    """Measure ``names`` (keys of ``peers.PEERS``) on ``target``, with eager and fxfuse in any case. None: all of its
+    device.
 
     A variant that does not apply, raises, or answers wrongly is never timed; it is named in ``left_out``. Raises
     BadTarget without example inputs, and TargetRaised where the model itself raises.
     """
+    device = _device(target)
+    names = peers.columns(device.type) if names is None else names
     wanted = [name for name in peers.PEERS if name in names or name in ALWAYS]
     # What torch.compile learned about the sizes of the target before would change the code that it makes for this one.
     torch.compiler.reset()
@@ -73,7 +80,7 @@ def measure(
         variant = peers.build(name, target)
         if isinstance(variant, Variant):
             gate = gate or Gate(target, eager=variant.output)
-            wrong = gate.wrong(variant.output)
+            wrong = "" if name in peers.FLOORS else gate.wrong(variant.output)
             variant = LeftOut(name, f"wrong answer: {wrong}") if wrong else variant
         if isinstance(variant, LeftOut):
             left_out.append(variant)
@@ -82,11 +89,16 @@ def measure(
     args, kwargs = target.example()
     calls = {name: _bound(variant.run, args, kwargs) for name, variant in built.items()}
     ops = {name: dispatched_ops(calls[name]) for name in ALWAYS if name in calls}
-    race = interleaved(calls, clock=clock_for(_device(target)), effort=effort, progress=progress)
+    race = interleaved(calls, clock=clock_for(device), effort=effort, progress=progress)
+    submit: dict[str, Timing] = {}
+    kernels: dict[str, int] = {}
+    if device.type == "cuda":
+        submit = interleaved(calls, clock=SubmitClock(), effort=QUICK, progress=progress).timings
+        kernels = {name: launched_kernels(call) for name, call in calls.items()}
     report = fxfuse.report(built["fxfuse"].run) if "fxfuse" in built else None
     return Result(
         label=label or target.name,
-        device=_device(target).type,
+        device=device.type,
         dtype=str(_dtype(target)).removeprefix("torch."),
         timings=race.timings,
         had_core=race.had_core,
@@ -94,6 +106,8 @@ def measure(
         left_out=tuple(left_out),
         weaker_gate=gate.weaker if gate else "",
         ops=ops,
+        submit=submit,
+        kernels=kernels,
         fused=len(report.fused) if report else 0,
         lowered=sum(event.kind == "lowered" for event in report.events) if report else 0,
         kernels_saved=report.kernels_saved if report else 0,
@@ -109,6 +123,16 @@ def dispatched_ops(call: Callable[[], object]) -> int:
     with torch.inference_mode(), torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         call()
     return sum(event.cpu_parent is None and "::" in event.name for event in profile.events())
+
+
+def launched_kernels(call: Callable[[], object]) -> int:
+    """Kernels that one call of ``call`` runs on the GPU, copies and fills included."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.inference_mode(), torch.profiler.profile(activities=kinds) as profile:
+        call()
+        torch.cuda.synchronize()
+    return sum(event.device_type.name == "CUDA" for event in profile.events())
 
 
 def _bound(run: peers.Run, args: tuple[object, ...], kwargs: dict[str, object]) -> Callable[[], object]:

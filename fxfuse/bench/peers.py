@@ -6,6 +6,7 @@ it has nothing to offer. Adding a peer is one builder and one line in PEERS.
 
 from __future__ import annotations
 
+import importlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 import fxfuse
 from fxfuse.bench import models
@@ -76,6 +77,20 @@ def one_line(error: BaseException, *, named: bool = True, width: int = 300) -> s
     return first if len(first) <= width else first[: width - 1] + "…"
 
 
+def columns(device: str) -> tuple[str, ...]:
+    """The columns that there may be on a kind of device."""
+    return tuple(name for name in PEERS if DEVICES.get(name, device) == device)
+
+
+def _only_on(kind: str, target: Target) -> None:
+    tensors = [
+        *target.model.parameters(),
+        *(leaf for leaf in tree_leaves(target.example()) if isinstance(leaf, Tensor)),
+    ]
+    if tensors and tensors[0].device.type != kind:
+        raise DoesNotApply(f"measured on {kind} only")
+
+
 def _eager(target: Target) -> Run:
     return target.model
 
@@ -90,18 +105,23 @@ def _compile(target: Target) -> Run:
     return torch.compile(target.model)
 
 
+def _compile_max(target: Target) -> Run:
+    _only_on("cuda", target)
+    return torch.compile(target.model, mode="max-autotune-no-cudagraphs")
+
+
 def _compile_freezing(target: Target) -> Run:
+    _only_on("cpu", target)
     # As an option and not through the global config: torch.compile reuses code between calls whose options are equal.
     return torch.compile(target.model, options={"freezing": True})
 
 
 def _onednn(target: Target) -> Run:
-    args, kwargs = target.example()
+    _, kwargs = target.example()
     by_hand = BY_HAND.get(type(target.model))
     if by_hand is None or kwargs:
         raise DoesNotApply("written by hand for the built-in MLPs only")
-    if args[0].device.type != "cpu":
-        raise DoesNotApply("oneDNN runs on the CPU")
+    _only_on("cpu", target)
     if not (torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")):
         raise DoesNotApply("this build of torch has no mkldnn::_linear_pointwise")
     return _ByHand(by_hand(target.model))
@@ -116,6 +136,46 @@ class _ByHand(nn.Module):
 
     def forward(self, x: Tensor) -> Any:
         return self.run(x)
+
+
+def _liger(target: Target) -> Run:
+    model = target.model
+    if not isinstance(model, (models.GegluMLP, models.SwigluMLP)):
+        raise DoesNotApply("has gated MLPs only")
+    _only_on("cuda", target)
+    try:
+        geglu = importlib.import_module("liger_kernel.ops.geglu")
+        swiglu = importlib.import_module("liger_kernel.ops.swiglu")
+    except ImportError as missing:
+        raise DoesNotApply("liger-kernel is not installed") from missing
+    if isinstance(model, models.GegluMLP):
+        gate, up, down, product = model.gate, model.up, model.down, geglu.LigerGELUMulFunction
+    else:
+        gate, up, down, product = model.gate_proj, model.up_proj, model.down_proj, swiglu.LigerSiLUMulFunction
+
+    def run(x: Tensor) -> Tensor:
+        y: Tensor = down(product.apply(gate(x), up(x)))
+        return y
+
+    return run
+
+
+def _gemms(target: Target) -> Run:
+    """No answer but a floor: the model's products alone, each as cuBLAS computes it, without bias and activation."""
+    _only_on("cuda", target)
+    args, _ = target.example()
+    linears = [m for m in target.model.modules() if isinstance(m, nn.Linear)]
+    if len(args) != 1 or not linears:
+        raise DoesNotApply("for models of one tensor argument and nn.Linear only")
+    x = args[0]
+    inputs = {m.in_features: torch.randn(x.numel() // x.shape[-1], m.in_features).to(x) for m in linears}
+
+    def run(_x: Tensor) -> Tensor:
+        for m in linears:
+            y = torch.mm(inputs[m.in_features], m.weight.t())
+        return y
+
+    return run
 
 
 def _pointwise(x: Tensor, weight: Tensor, bias: Tensor | None, act: str = "none", how: str = "") -> Tensor:
@@ -192,5 +252,12 @@ PEERS: dict[str, Callable[[Target], Run]] = {
     "fxfuse": _fxfuse,
     "compile": _compile,
     "compile-freezing": _compile_freezing,
+    "compile-max": _compile_max,
+    "liger": _liger,
+    "gemms": _gemms,
     "onednn": _onednn,
 }
+DEVICES = {"compile-freezing": "cpu", "onednn": "cpu", "compile-max": "cuda", "liger": "cuda", "gemms": "cuda"}
+"""Columns that are measured on one kind of device only."""
+FLOORS = frozenset({"gemms"})
+"""Columns that do not compute the model's answer, and are not held to it."""

@@ -21,6 +21,7 @@ SCHEMA = 1
 LEGEND = (
     "median, 20–80 %: microseconds a call, inference mode; x eager: how many times as fast as eager;\n"
     "fxfuse is, vs: how many times as fast as that variant fxfuse is; ops: operators dispatched a call.\n"
+    "On a GPU times are of the GPU; host µs: until the host has enqueued a call; gemms: the bare products, a floor.\n"
     "≈: the rounds of this run do not agree on which of the two is faster, so it ranks nothing.\n"
     "core: how much of the time the timing thread had one; where not all of it, other programs ran: measure again."
 )
@@ -41,10 +42,12 @@ def table(result: Result) -> str:
                 "" if name == "fxfuse" or ours is None else _times(speedup(ours, timing)),
                 "" if name == "eager" else f"{result.setup_s[name]:.2f}",
                 result.ops.get(name, ""),
+                *([_us(result.submit[name].spread.median), result.kernels[name]] if result.submit else []),
             )
         )
-    header = ("", "median", "20–80 %", "x eager", "fxfuse is", "set-up s", "ops")
-    align = ("left", *["right"] * 6)
+    header = ["", "median", "20–80 %", "x eager", "fxfuse is", "set-up s", "ops"]
+    header += ["host µs", "kernels"] if result.submit else []
+    align = ("left", *["right"] * (len(header) - 1))
     lines = [
         f"{result.label}  ({result.device}, {result.dtype})",
         tabulate(rows, header, colalign=align, disable_numparse=True),
@@ -70,9 +73,11 @@ def summary(results: Sequence[Result]) -> str:
         gains = [
             _times(speedup(ours, result.timings[name])) if ours and name in result.timings else "—" for name in others
         ]
-        core = f"{result.had_core:.0%}" if result.device == "cpu" else ""
-        rows.append((result.label, result.dtype, _median(result, "eager"), _median(result, "fxfuse"), *gains, core))
-    header = ("", "dtype", "eager µs", "fxfuse µs", *(f"vs {name}" for name in others), "core")
+        last = f"{result.had_core:.0%}" if result.device == "cpu" else _host(result)
+        rows.append((result.label, result.dtype, _median(result, "eager"), _median(result, "fxfuse"), *gains, last))
+    on_gpu = any(result.device == "cuda" for result in results)
+    last = "host µs, kernels" if on_gpu else "core"
+    header = ("", "dtype", "eager µs", "fxfuse µs", *(f"vs {name}" for name in others), last)
     return tabulate(rows, header, colalign=("left", "left", *["right"] * (len(header) - 2)), disable_numparse=True)
 
 
@@ -134,6 +139,8 @@ def _as_dict(result: Result) -> dict[str, Any]:
                 "setup_s": result.setup_s[name],
                 "speedup_over_eager": _ratio(timing, eager),
                 "fxfuse_speedup": _ratio(ours, timing) if ours else None,
+                "submit_s": result.submit[name].spread.median if result.submit else None,
+                "kernels": result.kernels.get(name),
             }
             for name, timing in result.timings.items()
         ],
@@ -149,6 +156,13 @@ def _ratio(ours: Timing, theirs: Timing) -> dict[str, Any]:
 
 def _median(result: Result, name: str) -> str:
     return _us(result.timings[name].spread.median) if name in result.timings else "—"
+
+
+def _host(result: Result) -> str:
+    """Of eager and of fxfuse, as "45 → 18, 5 → 2"."""
+    names = [name for name in ("eager", "fxfuse") if name in result.submit]
+    host = " → ".join(_us(result.submit[name].spread.median) for name in names)
+    return f"{host}, {' → '.join(str(result.kernels[name]) for name in names)}"
 
 
 def _us(seconds: float) -> str:

@@ -45,8 +45,50 @@ class WallClock:
         return (self.now() - start) / calls
 
 
+class GpuClock:
+    """Time on the GPU, by events, of calls that find the L2 cache without their data.
+
+    Before each call the GPU is kept busy for about a millisecond, so that the host has enqueued the whole call before
+    its first kernel starts: else what is timed is the host.
+    """
+
+    HEAD_START = 2_000_000
+    """Cycles."""
+
+    def __init__(self, device: torch.device):
+        size = 2 * torch.cuda.get_device_properties(device).L2_cache_size
+        self.flush = torch.empty(size, dtype=torch.int8, device=device)
+
+    def block(self, call: Call, calls: int) -> float:
+        spent = 0.0
+        for _ in range(calls):
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            self.flush.zero_()
+            torch.cuda._sleep(self.HEAD_START)
+            start.record()
+            call()
+            end.record()
+            end.synchronize()
+            spent += start.elapsed_time(end) * 1e-3
+        return spent / calls
+
+
+class SubmitClock:
+    """Time until the host has enqueued a call, which the GPU works off meanwhile."""
+
+    def block(self, call: Call, calls: int) -> float:
+        call()
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        spent = time.perf_counter() - start
+        torch.cuda.synchronize()
+        return spent / calls
+
+
 def clock_for(device: torch.device) -> Clock:
-    return WallClock(wait=torch.cuda.synchronize) if device.type == "cuda" else WallClock()
+    return GpuClock(device) if device.type == "cuda" else WallClock()
 
 
 @dataclass(frozen=True)
@@ -132,15 +174,18 @@ def interleaved(
     clock: Clock,
     effort: Effort | None = None,
     progress: Callable[[str], object] = lambda _text: None,
+    collect: bool = True,
 ) -> Race:
     """Time each variant once a round; in inference mode, without garbage collection.
+
+    ``collect``: collect before, which takes as long as hundreds of small calls.
 
     Each round has an order of its own: a variant finds caches and thread pools as the one before it left them, which
     cost the one that always came after eager 3 % of 400 us. The orders are the same in every run.
     """
     effort = effort or Effort()
     samples: dict[str, list[float]] = {name: [] for name in variants}
-    with torch.inference_mode(), _no_collection():
+    with torch.inference_mode(), _no_collection(collect):
         calls = {name: _warm_up(call, clock, effort) for name, call in variants.items()}
         wall, ran = time.perf_counter(), time.thread_time()
         spent, budget = 0.0, math.inf if effort.budget_s is None else effort.budget_s
@@ -168,9 +213,10 @@ def _warm_up(call: Call, clock: Clock, effort: Effort) -> int:
 
 
 @contextmanager
-def _no_collection() -> Iterator[None]:
+def _no_collection(collect: bool) -> Iterator[None]:
     was_on = gc.isenabled()
-    gc.collect()
+    if collect:
+        gc.collect()
     gc.disable()
     try:
         yield

@@ -42,6 +42,10 @@ class Recorded:
         note = lambda v: Fact.of(v) if isinstance(v, torch.Tensor) else v  # noqa: E731
         return Recorded(tuple(map(note, args)), {k: note(v) for k, v in kwargs.items()})
 
+    def is_plain(self) -> bool:
+        """Whether it holds nothing but facts and constants, so that keeping it keeps nothing else alive."""
+        return all(_is_constant(v) or isinstance(v, Fact) for v in (*self.args, *self.kwargs.values()))
+
 
 @dataclass
 class Arguments:
@@ -127,8 +131,12 @@ def _decide(plan: Arguments, placeholder: str, expression: str, value: Any) -> N
     if isinstance(value, (Fact, torch.Tensor)):
         plan.free[placeholder] = expression
         plan.facts[placeholder] = value if isinstance(value, Fact) else Fact.of(value)
-    elif all(isinstance(v, _CONSTANTS) for v in (value if type(value) in (tuple, list) else [value])):
+    elif _is_constant(value):
         # A list of its own: the caller's may change.
         plan.constants[expression] = list(value) if isinstance(value, list) else value
     else:
         raise Untraceable(f"its argument {expression} is a {type(value).__name__}")
+
+
+def _is_constant(value: Any) -> bool:
+    return all(isinstance(v, _CONSTANTS) for v in (value if type(value) in (tuple, list) else [value]))

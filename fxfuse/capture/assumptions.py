@@ -6,6 +6,7 @@ have a hundred. Where it is false, the same checks run one by one; the first tha
 
 from __future__ import annotations
 
+import types
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -13,10 +14,19 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torch.nn.modules import module as nn_module
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 
 from fxfuse.capture.arguments import Arguments
+from fxfuse.capture.assumed import ABSENT
 from fxfuse.capture.names import Name
-from fxfuse.capture.tree import HOOKS, contents, same
+from fxfuse.capture.tree import HOOKS, contents, intact, same
+
+
+def only_default_device() -> bool:
+    """Whether the active torch function modes do nothing but give factories a device, which the graph's ask for too."""
+    return all(isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack())
+
 
 SCOPE: dict[str, Any] = {
     "fx_unserved": frozenset({torch.float64, torch.complex64, torch.complex128, torch.complex32}),
@@ -25,12 +35,14 @@ SCOPE: dict[str, Any] = {
     # Cheaper than is_compiling(); the exporters that do without Dynamo work by modes, which are asked for as well.
     "fx_compiling": torch.compiler.is_dynamo_compiling,
     "fx_function_modes": torch._C._len_torch_function_stack,
+    "fx_default_device": only_default_device,
     "fx_dispatch_modes": torch._C._len_torch_dispatch_stack,
     "fx_functorch_level": torch._C._functorch.maybe_current_level,
     "fx_jit_tracing": torch._C._get_tracing_state,
     "fx_forward_ad": torch.autograd.forward_ad,
     "fx_autocast": torch._C._is_any_autocast_enabled,
     "fx_torch": torch,
+    "fx_getattribute": object.__getattribute__,
     "fx_grad_enabled": torch.is_grad_enabled,
     "fx_global_pre_hooks": nn_module._global_forward_pre_hooks,
     "fx_global_hooks": nn_module._global_forward_hooks,
@@ -50,11 +62,13 @@ class Check:
     """Whether a call that fails it is an ordinary plain call, or breaks an assumption of the trace."""
     why: str
     """Python expression of the reason, evaluated where it is not met."""
+    at: str | None = None
+    """Path of the inlined module that the condition is about: a trace that only called it would not need this."""
 
 
 ENVIRONMENT = (
     Check("not fx_compiling()", "plain", "'torch.compile or torch.export is tracing'"),
-    Check("not fx_function_modes()", "plain", "'a torch function mode is active'"),
+    Check("(not fx_function_modes() or fx_default_device())", "plain", "'a torch function mode is active'"),
     Check("not fx_dispatch_modes()", "plain", "'a torch dispatch mode is active'"),
     Check("fx_functorch_level() is None", "plain", "'inside a functorch transform'"),
     Check("fx_jit_tracing() is None", "plain", "'torch.jit.trace is tracing'"),
@@ -133,60 +147,144 @@ def of_gradients(arguments: Arguments, owner: str | None) -> Check:
     return Check(f"not (fx_grad_enabled() and ({' or '.join(needing) or 'False'}))", "plain", "'gradients are needed'")
 
 
-def of_module(local: str, reach: str, path: str, module: nn.Module) -> Iterable[Check]:
-    """Checks of a module that the graph stands in for. ``local`` names it; ``reach`` is how the model reaches it."""
+def of_module(local: str, reach: str, path: str, module: nn.Module, cls: str) -> Iterable[Check]:
+    """Checks of a module that the graph stands in for.
+
+    ``local`` names it, ``reach`` is how the model reaches it, and ``cls`` names its class.
+    """
     shown = _quoted(path or type(module).__name__)
+    at, table = path or None, attributes(local)
     if path:
-        yield Check(f"{reach} is {local}", "fallback", f"'module {shown} was replaced'")
-        hooks = " or ".join(f"{local}.{h}" for h in HOOKS)
-        yield Check(f"not ({hooks})", "fallback", f"'module {shown} has hooks: expected none'")
-        yield Check(f"'forward' not in {local}.__dict__", "fallback", f"'module {shown} has a forward of its own'")
+        yield Check(f"{reach} is {local}", "fallback", f"'module {shown} was replaced'", at)
+        first, *others = HOOKS
+        hooks = " or ".join([f"({table} := {local}.__dict__)[{first!r}]", *(f"{table}[{h!r}]" for h in others)])
+        yield Check(f"not ({hooks})", "fallback", f"'module {shown} has hooks: expected none'", at)
+        own = f"('forward' not in {table} or fx_intact({local}))"  # or that of a region inside this one
+        yield Check(own, "fallback", f"'module {shown} has a forward of its own'", at)
     yield Check(
-        f"{local}.__class__ is fx_class_{local}",
+        f"type({local}) is {cls}",
         "fallback",
         f"f'module {shown}: expected class {type(module).__name__}, found {{type({local}).__name__}}'",
+        at,
     )
     if type(module) is nn.Dropout:
         yield of_training(local, path)
+    if type(module) is nn.Linear and module.bias is None:
+        yield of_absent(local, path, "bias", module)
+
+
+def attributes(local: str) -> str:
+    """The name of a module's ``__dict__``. Reading attributes there takes a third of the time: nn.Module has a
+    ``__getattr__``, which keeps Python from remembering where they are."""
+    return f"fx_d_{local}"
+
+
+def of_owner() -> Check:
+    """No check: binds the name of the owner's attributes."""
+    return Check(f"({attributes('self')} := self.__dict__) is not None", "fallback", "'it has no attributes'")
+
+
+def of_class(cls: str, name: str, kind: type, given: str) -> Check:
+    """Check of what a class gives its modules under a name. ``cls`` names the class, ``given`` what it gave."""
+    found = f"{cls}.{name}" if name.isidentifier() else f"getattr({cls}, {name!r}, None)"
+    # A method of the class is bound anew each time.
+    holds = f"{found} == {given}" if kind is types.MethodType else f"{found} is {given}"
+    return Check(holds, "fallback", f"f'{{{cls}.__name__}}.{_quoted(name)} is no longer what it was'")
+
+
+def of_method(local: str, path: str, name: str) -> Check:
+    """Check that an instance has nothing of its own in the place of a method."""
+    shown = _quoted(f"{path}.{name}".lstrip("."))
+    holds = f"{name!r} not in {attributes(local)}"
+    return Check(holds, "fallback", f"'method {shown} was replaced'", path or None)
+
+
+def of_absent(local: str, path: str, name: str, module: nn.Module) -> Check:
+    """Check of an attribute that was not there, or None where parameters, buffers and modules are kept."""
+    shown = _quoted(f"{path}.{name}".lstrip("."))
+    tables = ("_parameters", "_buffers", "_modules")
+    kept = [table for table in tables if name in getattr(module, table)]
+    if kept:
+        holds = f"{attributes(local)}[{kept[0]!r}][{name!r}] is None"
+    else:
+        places = (attributes(local), *(f"{attributes(local)}[{table!r}]" for table in tables))
+        holds = " and ".join(f"{name!r} not in {place}" for place in places)
+    return Check(holds, "fallback", f"'attribute {shown}: expected none'", path or None)
 
 
 def of_holder(local: str, reach: str, path: str) -> Check:
     """Check of a module that only attributes are read from; binds it to the name ``local``."""
-    return Check(f"({local} := {reach}) is not None", "fallback", f"'module {_quoted(path)} is gone'")
+    holds = f"({attributes(local)} := ({local} := {reach}).__dict__) is not None"
+    return Check(holds, "fallback", f"'module {_quoted(path)} is gone'")
 
 
-def of_container(reach: str, path: str, count: int) -> Check:
-    """Check of how many modules a container holds; which they are is checked of each."""
+def of_container(modules: str, path: str, count: int) -> Check:
+    """Check of how many modules a container holds (``modules`` is its table); which they are is checked of each."""
     shown = _quoted(path or ".")
-    why = f"'container {shown}: expected {count} modules, found ' + str(len({reach}._modules))"
-    return Check(f"len({reach}._modules) == {count}", "fallback", why)
+    why = f"'container {shown}: expected {count} modules, found ' + str(len({modules}))"
+    return Check(f"len({modules}) == {count}", "fallback", why)
 
 
 def of_training(local: str, path: str) -> Check:
-    return Check(f"{local}.training is False", "plain", f"'module {_quoted(path or '.')} is in training mode'")
+    return Check(
+        f"{attributes(local)}['training'] is False", "plain", f"'module {_quoted(path or '.')} is in training mode'"
+    )
 
 
 def of_attribute(local: str, path: str, name: str, module: nn.Module, held: list[Any]) -> Check:
     """Check of a plain attribute that the forward read while it was traced; what it was goes into ``held``."""
-    if name == "training":
-        return of_training(local, path)
     on_instance = name in module.__dict__
+    if name == "training" and on_instance:
+        return of_training(local, path)
     value = module.__dict__[name] if on_instance else getattr(module, name)
-    found = f"{local}.__dict__.get({name!r})" if on_instance else f"getattr({local}, {name!r}, None)"
+    found = f"{attributes(local)}.get({name!r})" if on_instance else f"getattr({local}, {name!r}, None)"
+    return _of_value(f"attribute {_quoted(f'{path}.{name}'.lstrip('.'))}", found, value, held, path or None)
+
+
+def of_foreign(owner: Any, name: str, value: Any, held: list[Any]) -> Check:
+    """Check of an attribute of an object that is no module; the object and the value go into ``held``."""
+    local = _held(owner, held)
+    shown = f"{type(owner).__name__}.{_quoted(name)}"
+    if value is ABSENT:
+        return Check(f"not hasattr({local}, {name!r})", "fallback", f"'attribute {shown}: expected none'")
+    plain = type(owner).__getattribute__ is object.__getattribute__
+    if not plain and name in (getattr(owner, "__dict__", None) or ()):
+        # Past what the class does at each read: that was done while tracing, and noted.
+        found = f"fx_getattribute({local}, '__dict__')[{name!r}]"
+    else:
+        found = f"getattr({local}, {name!r}, None)"
+    return _of_value(f"attribute {shown}", found, value, held, None)
+
+
+def _held(value: Any, held: list[Any]) -> str:
+    """The name of a value in ``held``, where it is put if it is not there."""
+    place = next((i for i, v in enumerate(held) if v is value), len(held))
+    if place == len(held):
+        held.append(value)
+    return f"fx_held_{place}"
+
+
+def _of_value(shown: str, found: str, value: Any, held: list[Any], at: str | None) -> Check:
+    """Check that the expression ``found`` still gives ``value``."""
     constant = f"fx_held_{len(held)}"
     held.append(contents(value))
-    shown = _quoted(f"{path}.{name}".lstrip("."))
     if isinstance(held[-1], (bool, int, float, str)):
         holds, expected = _equal(found, constant, value), f"{{{constant}!r}}"
     elif held[-1] is value:
         holds, expected = f"{found} is {constant}", "the one it was"
     else:
         holds, expected = f"fx_same(fx_contents({found}), {constant})", "what it held"
-    return Check(
-        holds,
-        "fallback",
-        f"f'attribute {shown}: expected {expected}, found {{fx_describe(getattr({local}, \"{name}\", None))}}'",
-    )
+    shown_found = found.replace("'", '"')  # it stands inside a single-quoted f-string
+    return Check(holds, "fallback", f"f'{shown}: expected {expected}, found {{fx_describe({shown_found})}}'", at)
+
+
+def of_answer(name: str, answer: Any, scope: dict[str, Any]) -> Check:
+    """Check of what a function of torch answered about PyTorch's state."""
+    constant = f"fx_constant_{len(scope)}"
+    scope[constant] = answer
+    call = f"fx_torch.{name}()"
+    kind: Literal["plain", "fallback"] = "plain" if name == "is_grad_enabled" else "fallback"
+    return Check(f"{call} == {constant}", kind, f"f'torch.{name}: expected {{{constant}}}, found {{{call}}}'")
 
 
 def of_dtype(target: str, reach: str, dtype: torch.dtype) -> Check:
@@ -197,16 +295,16 @@ def of_dtype(target: str, reach: str, dtype: torch.dtype) -> Check:
 
 
 def of_name(name: Name, scope: dict[str, Any]) -> Check:
-    """Check of a number or tensor that a function finds by name. These belong to no module: they stay in ``scope``."""
+    """Check of what a function finds by name. These belong to no module: they stay in ``scope``."""
     place, constant = f"fx_place_{len(scope)}", f"fx_constant_{len(scope)}"
     scope[place], scope[constant] = name.place, contents(name.value)
     found = f"{place}.get({name.name!r})" if isinstance(name.place, dict) else f"{place}.cell_contents"
     if scope[constant] is not name.value:
         holds = f"fx_same(fx_contents({found}), {constant})"
-    elif isinstance(name.value, torch.Tensor):
-        holds = f"{found} is {constant}"
-    else:
+    elif isinstance(name.value, (type(None), bool, int, float, str)):
         holds = _equal(found, constant, name.value)
+    else:
+        holds = f"{found} is {constant}"
     return Check(holds, "fallback", f"'{name.name} is no longer what it was'")
 
 
@@ -219,12 +317,12 @@ def _equal(expression: str, constant: str, value: Any) -> str:
     return f"({same} or type({expression}) is type({constant}) and {expression} == {constant})"
 
 
-def of_read(target: str, name: str, reach: str, value: Any) -> Iterable[Check]:
+def of_read(target: str, name: str, reach: str, value: Any, at: str | None) -> Iterable[Check]:
     """Checks of a parameter, buffer or attribute that the graph reads; binds it to the local ``name``.
 
     Rules and operators count on its shape, which another parameter in its place may change, and ``.data`` as well.
     """
-    yield Check(f"({name} := {reach}) is not None", "fallback", f"'{_quoted(target)} is gone'")
+    yield Check(f"({name} := {reach}) is not None", "fallback", f"'{_quoted(target)} is gone'", at)
     if isinstance(value, torch.Tensor):
         types = ("fx_Parameter", "fx_Tensor") if isinstance(value, nn.Parameter) else ("fx_Tensor", "fx_Parameter")
         plain = f"(type({name}) is {types[0]} or type({name}) is {types[1]})"
@@ -234,13 +332,14 @@ def of_read(target: str, name: str, reach: str, value: Any) -> Iterable[Check]:
             f"{name}.shape == {shape}",
             "fallback",
             f"f'{_quoted(target)}: expected shape {shape}, found {{tuple({name}.shape)}}'",
+            at,
         )
 
 
-def of_like(target: str, name: str, other: str) -> Check:
+def of_like(target: str, name: str, other: str, at: str | None) -> Check:
     """Check that two tensors which had one dtype still do."""
     why = f"f'{_quoted(target)} is {{{name}.dtype}} beside {{{other}.dtype}}'"
-    return Check(f"{name}.dtype is {other}.dtype", "fallback", why)
+    return Check(f"{name}.dtype is {other}.dtype", "fallback", why, at)
 
 
 def describe(value: Any) -> str:
@@ -251,7 +350,7 @@ def describe(value: Any) -> str:
     return text if len(text) < 40 else f"a {type(value).__name__}"
 
 
-SCOPE |= {"fx_describe": describe, "fx_contents": contents, "fx_same": same}
+SCOPE |= {"fx_describe": describe, "fx_contents": contents, "fx_same": same, "fx_intact": intact}
 
 
 def _quoted(text: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import fx
 
 from fxfuse import ops
+from fxfuse.ops.prepack import Store
 
 
 def read_targets(graph: fx.Graph) -> list[str]:
@@ -16,12 +18,30 @@ def read_targets(graph: fx.Graph) -> list[str]:
     return list(dict.fromkeys(str(n.target) for n in graph.nodes if n.op == "get_attr"))
 
 
-def compile_body(graph: fx.Graph, name: str) -> Callable[..., Any]:
+def copied(graph: fx.Graph) -> fx.Graph:
+    """A graph of its own with the same nodes; that of a GraphModule keeps it alive, and the parameters that it had."""
+    new = fx.Graph()
+    new.output(new.graph_copy(graph, {}))
+    return new
+
+
+def compile_body(graph: fx.Graph, name: str, store: Store | None = None) -> Callable[..., Any]:
     """``body(self, *placeholders, *reads)``, with a site of its own at each place where a fused operator is called.
 
-    Sites remember what they found out about weights, so a body belongs to one region and its owner.
+    Sites remember what they found out about weights, so a body belongs to one region and its owner. ``store`` takes the
+    packed copies of weights, where there may be any.
     """
     new = fx.Graph()
+    # A graph is a cycle, and the body another one if it is among its own globals. With the sites in neither, what they
+    # keep of weights goes with the last call of the body, and not at some collection.
+    runs: dict[Callable[..., Any], Callable[..., Any]] = {}
+
+    def stand_in(run: Callable[..., Any]) -> Callable[..., Any]:
+        def site() -> None: ...
+
+        runs[site] = run
+        return site
+
     mapping: dict[fx.Node, fx.Node] = {n: new.node_copy(n) for n in graph.nodes if n.op == "placeholder"}
     reads = {target: new.placeholder(f"fx_read_{i}") for i, target in enumerate(read_targets(graph))}
     for node in graph.nodes:
@@ -31,15 +51,16 @@ def compile_body(graph: fx.Graph, name: str) -> Callable[..., Any]:
             new.output(fx.map_arg(node.args[0], mapping.__getitem__))
         elif node not in mapping:
             mapping[node] = copied = new.node_copy(node, mapping.__getitem__)
-            site = ops.site(copied)
+            site = ops.site(copied, store)
             if site is not None:
-                copied.target, copied.args = site
+                run, copied.args = site
+                copied.target = stand_in(run)
             elif _is_transposed_parameter(node):
-                copied.target = ops.Kept(torch.t).__call__
+                copied.target = stand_in(ops.Kept(torch.t).__call__)
     code = new.python_code("self")
-    scope = dict(code.globals)
+    scope = {k: runs.get(v, v) if isinstance(v, types.FunctionType) else v for k, v in code.globals.items()}
     exec(compile(code.src, f"<fxfuse graph {name}>", "exec"), scope)
-    body: Callable[..., Any] = scope["forward"]
+    body: Callable[..., Any] = scope.pop("forward")
     return body
 
 

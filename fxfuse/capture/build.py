@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import time
 import warnings
@@ -11,38 +10,28 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 
-from fxfuse import engine, errors
+from fxfuse import engine, errors, tuning
 from fxfuse.capture import region as regions
 from fxfuse.capture.arguments import Recorded, plan
+from fxfuse.capture.body import copied
 from fxfuse.capture.copies import protect
+from fxfuse.capture.installed import Installed
 from fxfuse.capture.record import own, record
 from fxfuse.capture.region import Region
+from fxfuse.capture.rewritten import build_region, gains
 from fxfuse.capture.tracer import trace_function
-from fxfuse.capture.tree import ROOT, copy_tree, hooked
+from fxfuse.capture.tree import ROOT, copy_tree
 from fxfuse.capture.value import Untraceable
 from fxfuse.capture.verify import differing, function_differs
 from fxfuse.capture.walk import Trace, Walk
-from fxfuse.normalise import normalise
+from fxfuse.ops.prepack import DEFAULT_BYTES, Store
 from fxfuse.options import Options
 from fxfuse.passes import DEFAULT
 from fxfuse.report import RegionInfo, Report, Uncaptured
 
 Example = tuple[tuple[Any, ...], dict[str, Any]] | None
-
-
-class Installed:
-    """What an optimized model (or function) carries at its root."""
-
-    def __init__(self, report: Report, regions: list[Region]):
-        self.report, self.regions = report, regions
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Installed:
-        new = Installed(copy.deepcopy(self.report, memo), copy.deepcopy(self.regions, memo))
-        for region in new.regions:
-            region.note = new.report.notes.append
-        return new
 
 
 def optimize_module(model: nn.Module, example: Example, options: Options) -> tuple[nn.Module, Report]:
@@ -55,10 +44,10 @@ def optimize_module(model: nn.Module, example: Example, options: Options) -> tup
     wrong: dict[str, str] = {}
     while True:
         with _timed(report, "trace"):
-            walk = Walk(target, options, recorded, wrong)
+            walk = Walk("", target, options, recorded, wrong)
         report.uncaptured, report.events, report.regions = walk.uncaptured, [], []
         with _timed(report, "rewrite"):
-            built = [_build(trace, options, report) for trace in walk.traces]
+            built = [build_region(trace, options, report) for trace in walk.traces]
         useful = [region for region in built if region is not None]
         if recorded is None or example is None or not options.check:
             break
@@ -68,14 +57,33 @@ def optimize_module(model: nn.Module, example: Example, options: Options) -> tup
             break
         # What lies inside a wrong region may be right by itself, so it gets its own trace.
         wrong |= found
+    if recorded is not None and example is not None and options.tune == "example":
+        _tune(lambda: tuning.of_example(target, useful, *example), options, report)
+    report.packed = _store(options)
+    installed = Installed(report, [], options=options, recorded=recorded)
     for region in useful:
-        regions.install(region)
-        report.calls[region.path] = region.calls
-        region.note = report.notes.append
+        installed.add(region)
     _count_linears(target, walk.traces, report)
-    target.__dict__[ROOT] = Installed(report, useful)
+    _list_quantised(target, useful, report)
+    target.__dict__[ROOT] = installed
     protect(target)
     return target, report
+
+
+def _tune(find: Callable[[], tuning.Found], options: Options, report: Report) -> None:
+    """Measure what ``find`` finds."""
+    with _timed(report, "tune"):
+        try:
+            found = find()
+        except Exception as error:  # choices are never needed
+            report.notes.append(f"nothing was measured: the run for it raised {type(error).__name__}: {error}")
+            return
+        tuning.measure(found, report, pack=bool(options.pack))
+
+
+def _store(options: Options) -> Store | None:
+    """Where packed weights are to go, if there may be any."""
+    return Store(DEFAULT_BYTES if options.pack is True else options.pack) if options.pack else None
 
 
 def _record(model: nn.Module, example: Example, report: Report) -> dict[str, Recorded] | None:
@@ -92,33 +100,6 @@ def _without_example(model: Any, error: Exception, report: Report) -> None:
     reason = errors.example_failed(model, error)
     report.notes.append(reason)
     warnings.warn(reason, errors.ExampleWarning, stacklevel=5)
-
-
-def _build(trace: Trace, options: Options, report: Report) -> Region | None:
-    """Rewrite a trace's graph; None where that brought nothing, so that the module stays as it is."""
-    inlined = {path: trace.module.get_submodule(path) for path in trace.tracer.inlined}
-    gm = regions.graph_module(trace.graph, trace.module, trace.tracer.constants)
-    original = copied(gm.graph)
-    inlined |= normalised(gm, training=False)
-    rewriting = engine.run(gm, DEFAULT, options, trace.path, trace.arguments.facts)
-    report.events += rewriting.events
-    info = RegionInfo(trace.path, type(trace.module).__name__, len(original.nodes), len(gm.graph.nodes), installed=True)
-    report.regions.append(info)
-    if not _gains(rewriting, info):
-        return None
-    return Region(
-        trace.path,
-        trace.module,
-        trace.arguments,
-        gm.graph,
-        original,
-        trace.tracer.constants,
-        inlined,
-        trace.tracer.attributes,
-        rewriting,
-        trace.tracer.dtypes.assumed,
-        trace.tracer.code,
-    )
 
 
 def optimize_function(function: Callable[..., Any], example: Example, options: Options) -> tuple[Any, Report]:
@@ -140,8 +121,10 @@ def optimize_function(function: Callable[..., Any], example: Example, options: O
     else:
         forward = region.forward
         forward.__dict__["__wrapped__"] = function
-        report.calls[""] = region.calls
-    forward.__dict__[ROOT] = Installed(report, [region] if region else [])
+        report.packed = _store(options)
+    forward.__dict__[ROOT] = installed = Installed(report, [], options=options)
+    if region is not None:
+        installed.add(region)
     return forward, report
 
 
@@ -157,48 +140,20 @@ def _function_region(function: Callable[..., Any], example: Example, options: Op
     rewriting = engine.run(gm, DEFAULT, options, "", arguments.facts)
     info = RegionInfo("", "function", len(original.nodes), len(gm.graph.nodes), installed=True)
     report.events, report.regions = rewriting.events, [info]
-    if not _gains(rewriting, info):
+    if not gains(rewriting, info):
         return None
-    region = Region("", function, arguments, gm.graph, original, tracer.constants, {}, (), rewriting, {}, tracer.code)
+    region = Region(
+        "", function, arguments, copied(gm.graph), original, tracer.constants, {}, tracer.assumed, rewriting
+    )
     if example is not None and options.check:
         reason = function_differs(region, *example)
         if reason:
             report.events, report.regions = [], []
             report.uncaptured.append(Uncaptured("", "function", reason))
             return None
+    if example is not None and options.tune == "example":
+        _tune(lambda: tuning.of_function_example(region, *example), options, report)
     return region
-
-
-def _gains(rewriting: engine.Rewriting, info: RegionInfo) -> bool:
-    """Whether anything was fused or lowered; where not, the region is not installed, and says so."""
-    if any(e.kind in ("fused", "lowered") or e.kernels_saved > 0 for e in rewriting.events):
-        return True
-    info.installed, info.note = False, "nothing in it is made faster"
-    return False
-
-
-def normalised(gm: fx.GraphModule, *, training: bool) -> dict[str, nn.Module]:
-    """``normalise``, keeping the names that nodes had in the trace: events speak of these."""
-    for node in gm.graph.nodes:
-        node.meta["traced_as"] = node.name
-    inlined = normalise(gm, untouched, training=training)
-    for node in gm.graph.nodes:
-        name = node.meta.pop("traced_as", node.name)
-        if node.op != "get_attr":
-            node.name = name
-    return inlined
-
-
-def untouched(module: nn.Module) -> bool:
-    """Whether calling the module is calling its class's forward and nothing else."""
-    return not hooked(module) and "forward" not in module.__dict__
-
-
-def copied(graph: fx.Graph) -> fx.Graph:
-    """A graph of its own with the same nodes."""
-    new = fx.Graph()
-    new.output(new.graph_copy(graph, {}))
-    return new
 
 
 def _count_linears(model: nn.Module, traces: list[Trace], report: Report) -> None:
@@ -210,6 +165,32 @@ def _count_linears(model: nn.Module, traces: list[Trace], report: Report) -> Non
         if (name == t.path or not t.path or name.startswith(t.path + ".")) and not _below_leaf(name, t)
     }
     report.coverage.seen, report.coverage.captured = len(names), len(inside)
+
+
+_PACKED_DTYPES = (torch.int8, torch.uint8, torch.int16, torch.int32)
+
+
+def _is_quantised(module: nn.Module) -> bool:
+    """Whether a module keeps its weight in fewer bits, or in a form that is no tensor."""
+    if type(module).__module__.startswith(("torch.ao.nn.quantized", "torch.nn.quantized")):
+        return True
+    # Index tables are int64 and masks bool, so a matrix of other integers is a weight.
+    own = (*module._parameters.values(), *module._buffers.values())
+    return any(t is not None and t.ndim >= 2 and t.dtype in _PACKED_DTYPES for t in own)
+
+
+def _list_quantised(model: nn.Module, regions: list[Region], report: Report) -> None:
+    """Say of each quantised module that no region stands for: nothing else would speak of it."""
+    inlined = {id(module) for region in regions for module in region.inlined.values()}
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        inside = any(name.startswith(f"{other}.") for other in found)
+        if not inside and id(module) not in inlined and _is_quantised(module):
+            found[name] = module
+    report.uncaptured = [u for u in report.uncaptured if u.path not in found]
+    report.uncaptured += [
+        Uncaptured(name, type(m).__name__, "is quantised, and left as it is") for name, m in found.items()
+    ]
 
 
 def _below_leaf(name: str, trace: Trace) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from fxfuse.capture.tree import COPYING, plain_attributes, without_region
+from fxfuse.capture.tree import COPYING, REGION, plain_attributes, without_region
 
 
 def protect(module: nn.Module) -> None:
@@ -36,7 +36,13 @@ class _State(dict[str, Any]):
         self.everything = everything
 
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
-        return copy.deepcopy(self.everything, memo)
+        copied = copy.deepcopy(self.everything, memo)
+        forward = getattr(self.everything.get(REGION), "forward", None)
+        for name, value in copied.items():
+            # Each region has a forward of its own; methods are copied with the function that they had.
+            if isinstance(value, types.MethodType) and value.__func__ is forward:
+                copied[name] = types.MethodType(copied[REGION].forward, value.__self__)
+        return copied
 
     def __reduce__(self) -> tuple[Any, ...]:
         return dict, (dict(self),)

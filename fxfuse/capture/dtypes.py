@@ -24,9 +24,8 @@ _KEEPING = frozenset(ACTIVATIONS) | {
 class Dtypes:
     """The dtypes of a graph's values, as far as the graph's own operators tell."""
 
-    def __init__(self, root: nn.Module, known: dict[str, torch.dtype]):
-        self.root, self.known = root, known
-        self.assumed: dict[tuple[str, str], torch.dtype] = {}
+    def __init__(self, root: nn.Module, known: dict[str, torch.dtype], assumed: dict[tuple[str, str], torch.dtype]):
+        self.root, self.known, self.assumed = root, known, assumed
         """("placeholder", its name) or ("get_attr", path of the tensor) -> what decisions took its dtype to be."""
 
     def decide(self, node: fx.Node) -> bool | None:

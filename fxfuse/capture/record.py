@@ -9,10 +9,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fxfuse.capture.arguments import Recorded
+from fxfuse.capture.asked import RandomStates
 from fxfuse.capture.tree import copy_tree, is_opaque, preserved
 
 
@@ -43,7 +45,9 @@ class _Protect(TorchDispatchMode):
 
 
 def _address(tensor: torch.Tensor) -> int:
-    """Where the memory of a tensor begins; 0 where it has none of its own (meta, sparse, wrapping subclasses)."""
+    """Where the memory of a tensor begins; 0 where it has none of its own (meta, fake, sparse, wrapping subclasses)."""
+    if isinstance(tensor, FakeTensor):  # torch would warn
+        return 0
     try:
         return tensor.untyped_storage().data_ptr()
     except (NotImplementedError, RuntimeError):
@@ -51,18 +55,23 @@ def _address(tensor: torch.Tensor) -> int:
 
 
 def trial_copy(model: nn.Module) -> nn.Module:
-    """A copy whose forward can run without a trace on the model: it shares the memory of parameters alone."""
+    """A copy whose forward can run without a trace on the model: it shares the memory of parameters alone.
+
+    It is in evaluation mode, as that is what regions serve.
+    """
     trial = copy_tree(model, isolate=True)
     cloned: dict[int, torch.Tensor] = {}
     for module in trial.modules():
         if is_opaque(module):
             continue
+        module.__dict__["training"] = False
         tables: list[dict[str, Any]] = [module._parameters, module._buffers, module.__dict__]
         for table in tables:
             for name, value in table.items():
                 if type(value) is nn.Parameter:
                     # Another object, since ``p.data = ...`` in a forward would reach the model's own.
-                    alias = nn.Parameter(value.detach(), value.requires_grad)
+                    # The flag of one made in inference mode cannot be set outside of it.
+                    alias = nn.Parameter(value.detach(), value.requires_grad and not value.is_inference())
                     table[name] = cloned.setdefault(id(value), alias)
                 elif isinstance(value, torch.Tensor) and table is not module._parameters:
                     table[name] = cloned.setdefault(id(value), value.detach().clone())
@@ -73,8 +82,12 @@ def trial_copy(model: nn.Module) -> nn.Module:
 def trial_run(model: nn.Module) -> Iterator[None]:
     """No gradients, no lasting random state, no writes into parameters."""
     devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
-    with torch.random.fork_rng(devices=devices), torch.no_grad(), _Protect(model), preserved(model):
-        yield
+    states = RandomStates()
+    try:
+        with torch.random.fork_rng(devices=devices), torch.no_grad(), _Protect(model), preserved(model):
+            yield
+    finally:
+        states.put_back()
 
 
 def own(values: Any) -> Any:

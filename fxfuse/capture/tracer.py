@@ -23,23 +23,24 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.fx._symbolic_trace import _autowrap_check, _new_patcher, _patch_wrapped_functions
-from torch.overrides import TorchFunctionMode
 
+from fxfuse.capture import asked
+from fxfuse.capture.assumed import Assumed
 from fxfuse.capture.dtypes import Dtypes
+from fxfuse.capture.foreign import StandIns
 from fxfuse.capture.names import names_of, tensors_of
+from fxfuse.capture.recording import Recording
 from fxfuse.capture.tree import changed, hooked, is_opaque, preserved, snapshot
 from fxfuse.capture.value import Untraceable, Value, is_instance, is_tensor
+from fxfuse.capture.watched import TRACER, own_class, watched
 
 LOCK = threading.RLock()
 """Functions marked with ``torch.fx.wrap`` are patched while a trace runs, so one trace runs at a time."""
 
 _TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
 _OWN_FOLDER = os.path.dirname(__file__) + os.sep
-_TRACER = "_fxfuse_tracer"
 _TRANSPARENT = (nn.Sequential, nn.TransformerDecoderLayer)
 """Modules of torch.nn that are looked into; the others stay calls."""
-_NOT_WATCHED = frozenset(nn.Module().__dict__) - {"training"} | {_TRACER}
-"""Attributes that are nn.Module's own tables."""
 
 
 class Tracer(fx.Tracer):
@@ -51,21 +52,22 @@ class Tracer(fx.Tracer):
         super().__init__(autowrap_modules=(math,))
         self.root = root
         self.has_example = has_example
-        self.dtypes = Dtypes(root, dtypes or {})
+        self.assumed = Assumed()
+        self.dtypes = Dtypes(root, dtypes or {}, self.assumed.dtypes)
+        self.stand_ins = StandIns(self.assumed, lambda: self.running)
+        self.asked: dict[int, Callable[..., Any]] = {}
+        """id of a function that asks for PyTorch's state -> what notes the answer."""
         self.leaves = set(leaves)
         self.graph = fx.Graph(tracer_cls=fx.Tracer)
         # Generated code calls the module ``self``, so a node for a submodule of that name needs another.
         self.graph._graph_namespace.create_name("self", None)
         self.paths = {id(m): path for path, m in root.named_modules()}
         self.tensors = {id(t): name for name, t in _tensors(root)}
+        self.taken = set(dir(root))
         self.reads: dict[str, fx.Proxy] = {}
         self.constants: dict[str, torch.Tensor] = {}
         self.inlined: dict[str, nn.Module] = {}
         """Paths of modules whose forward was traced through."""
-        self.attributes: set[tuple[str, str]] = set()
-        """(module path, name) of the plain attributes that the forward read, ``training`` among them."""
-        self.code: dict[types.CodeType, dict[str, Any]] = {}
-        """Functions that made nodes, with the names of the files that they stand in."""
         self.running = False
         self.watches_modules = False
         """Whether calls of modules are refused: a function's graph would not notice when these change."""
@@ -86,20 +88,20 @@ class Tracer(fx.Tracer):
     def is_leaf(self, module: nn.Module, path: str) -> bool:
         if path in self.leaves or is_opaque(module) or "forward" in module.__dict__ or hooked(module):
             return True
-        return _is_torch_leaf(_own_class(module))
+        return _is_torch_leaf(own_class(module))
 
     # values
 
     def guesses(self, call: fx.Node) -> bool:
         """Whether nothing is known of what a ``call_module`` node returns."""
-        return not self.has_example and not _is_torch_leaf(_own_class(self.root.get_submodule(str(call.target))))
+        return not self.has_example and not _is_torch_leaf(own_class(self.root.get_submodule(str(call.target))))
 
     def gives_tensor(self, node: fx.Node) -> bool:
         """Whether a node is known to be one tensor: an argument, or what most classes of torch.nn return."""
         if node.op != "call_module":
             return node.op in ("placeholder", "get_attr")
         module = self.root.get_submodule(str(node.target))
-        return _is_torch_leaf(_own_class(module)) and not isinstance(
+        return _is_torch_leaf(own_class(module)) and not isinstance(
             module, (nn.RNNBase, nn.LSTMCell, nn.MultiheadAttention, nn.AdaptiveLogSoftmaxWithLoss)
         )
 
@@ -113,7 +115,7 @@ class Tracer(fx.Tracer):
             path = self.tensors.get(id(a))
             if path is None:
                 path = f"_tensor_constant{len(self.constants)}"
-                while hasattr(self.root, path):
+                while path in self.taken:
                     path += "_"
                 self.constants[path] = a
                 self.tensors[id(a)] = path
@@ -143,7 +145,7 @@ class Tracer(fx.Tracer):
             if frame.f_code is nn.Module._call_impl.__code__:
                 module = type(frame.f_locals["self"]).__name__
             elif not name.startswith((_TORCH_FOLDER, _OWN_FOLDER, "<")):
-                self.code[frame.f_code] = frame.f_globals
+                self.assumed.code[frame.f_code] = frame.f_globals
                 source = source or f"{name}:{frame.f_lineno}: {linecache.getline(name, frame.f_lineno).strip()}"
             frame = frame.f_back
         if module and self.watches_modules:
@@ -161,80 +163,8 @@ class Tracer(fx.Tracer):
         return attr_val
 
 
-class _Record(TorchFunctionMode):
-    """Puts calls without a proxy among their arguments into the graph: random numbers, factories, constants."""
-
-    def __init__(self, tracer: Tracer):
-        super().__init__()
-        self.tracer = tracer
-
-    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
-        kwargs = kwargs or {}
-        if any(issubclass(t, fx.Proxy) for t in types):
-            return func(*args, **kwargs)
-        name = getattr(func, "__name__", "")
-        if (
-            (name.endswith("_") and not name.endswith("__"))
-            or name in ("__setitem__", "__set__")
-            or kwargs.get("out") is not None
-        ):
-            raise Untraceable(f"writes a tensor that is no value of the graph, by {name}")
-        value = func(*args, **kwargs)
-        if not isinstance(value, torch.Tensor):
-            return value
-        if name == "__get__":  # x.T and the like: an attribute of a tensor that the model keeps
-            return self.tracer.create_proxy("call_function", getattr, (args[0], func.__self__.__name__), {})
-        return self.tracer.create_proxy("call_function", func, args, kwargs)
-
-
-def _own_class(module: nn.Module) -> type[nn.Module]:
-    """The class that a tracing class stands in for."""
-    return type(module).__mro__[1]
-
-
 def _is_torch_leaf(cls: type[nn.Module]) -> bool:
     return cls.__module__.startswith("torch.nn") and cls not in _TRANSPARENT
-
-
-@functools.cache
-def _traced(cls: Any) -> type[nn.Module]:
-    """A stand-in for ``cls`` whose calls and reads the tracer sees. Same name; ``super()`` works as before."""
-
-    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return self.__dict__[_TRACER].call(self, functools.partial(cls.__call__, self), args, kwargs)
-
-    def __getattr__(self: Any, name: str) -> Any:
-        value = cls.__getattr__(self, name)
-        if isinstance(value, torch.Tensor) and (name in self._parameters or name in self._buffers):
-            tracer = self.__dict__[_TRACER]
-            return tracer.read(".".join(filter(None, (tracer.paths[id(self)], name))))
-        return value
-
-    def __getattribute__(self: Any, name: str) -> Any:
-        value = cls.__getattribute__(self, name)
-        if name not in _NOT_WATCHED and not isinstance(value, torch.Tensor):
-            attributes = cls.__getattribute__(self, "__dict__")
-            tracer = attributes.get(_TRACER)
-            if tracer is not None and tracer.running and (name in attributes or _is_class_constant(cls, name, value)):
-                tracer.attributes.add((tracer.paths[id(self)], name))
-        return value
-
-    names = {
-        "__module__": cls.__module__,
-        "__qualname__": cls.__qualname__,
-        "__call__": __call__,
-        "__getattr__": __getattr__,
-        "__getattribute__": __getattribute__,
-    }
-    return type(cls.__name__, (cls,), names)
-
-
-def _is_class_constant(cls: type[nn.Module], name: str, value: Any) -> bool:
-    """Whether a module of ``cls`` finds ``value`` on its class, where an attribute set later would hide it."""
-    for base in cls.__mro__[: cls.__mro__.index(nn.Module)]:
-        if name in vars(base):
-            return vars(base)[name] is value and not isinstance(value, type)
-    return False
 
 
 def trace_module(
@@ -253,11 +183,11 @@ def trace_module(
     tracer = Tracer(root, leaves, dtypes is not None, dtypes)
     for module in root.modules():
         if not is_opaque(module):
-            module.__dict__[_TRACER] = tracer
+            module.__dict__[TRACER] = tracer
             # Fused operators serve inference: where the forward asks for the flag, this is the answer assumed.
             module.__dict__["training"] = False
             cls: Any = type(module)
-            module.__class__ = _traced(cls)
+            module.__class__ = watched(cls)
     before = snapshot(root)
     tracer.inlined[""] = root
     run = functools.partial(_call_with_placeholders, tracer, root.forward, call)
@@ -272,7 +202,7 @@ def trace_function(function: Callable[..., Any], call: Callable[[Any], tuple[tup
     tracer = Tracer(nn.Module(), (), has_example=True)
     tracer.watches_modules = True
     _run(tracer, functools.partial(_call_with_placeholders, tracer, function, call), function, lambda: None)
-    if {id(t) for t in tracer.constants.values()} - tensors_of(names_of([function], tracer.code)):
+    if {id(t) for t in tracer.constants.values()} - tensors_of(names_of([function], tracer.assumed.code)):
         raise Untraceable("reads a tensor that is neither its argument nor found by a name")
     return tracer
 
@@ -293,10 +223,14 @@ def _run(tracer: Tracer, run: Callable[[], Any], code: Callable[..., Any], alter
         _patch_wrapped_functions(tracer.patcher)
         _autowrap_check(tracer.patcher, vars(math), tracer._autowrap_function_ids)
         tracer.patcher.patch(vars(torch), "is_tensor", is_tensor)
+        tracer.asked = asked.patches(tracer.assumed.answers)
+        _patch_asked(tracer, vars(torch))
+        _patch_asked(tracer, vars(torch.random))
         _wrap_functions(tracer, code)
+        states = asked.RandomStates()
         try:
             tracer.running = True
-            with _Record(tracer):
+            with Recording(tracer):
                 result = run()
             tracer.running = False
             _check_result(result)
@@ -305,6 +239,12 @@ def _run(tracer: Tracer, run: Callable[[], Any], code: Callable[..., Any], alter
             raise
         except Exception as error:  # whatever a forward may raise when its tensors have no values
             raise Untraceable(_explain(error)) from error
+        finally:
+            tracer.running = False
+            moved = states.moved()
+            states.put_back()
+        if moved:
+            raise Untraceable(f"draws or seeds {moved} random numbers other than by an operator")
         name = altered()
         if name is not None:
             raise Untraceable(f"changes {name} when it is called")
@@ -319,6 +259,13 @@ def _wrap_functions(tracer: Any, code: Any) -> None:
     # Once only: the patcher undoes its patches in the order in which it made them.
     if scope.get("isinstance") is not is_instance:
         tracer.patcher.patch(scope, "isinstance", is_instance)
+        _patch_asked(tracer, scope)
+
+
+def _patch_asked(tracer: Any, scope: dict[str, Any]) -> None:
+    for name, value in list(scope.items()):
+        if id(value) in tracer.asked:
+            tracer.patcher.patch(scope, name, tracer.asked[id(value)])
 
 
 def _check_result(result: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import operator
 import types
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import _WrappedHook
 
 REGION = "_fxfuse"
 """Instance attribute of a module whose forward is a region's."""
@@ -54,7 +56,17 @@ def copy_tree(root: nn.Module, *, isolate: bool = False) -> nn.Module:
             else:
                 attributes[name] = remap(value)
         copies[id(module)].__dict__.update(attributes)
+        for slot, value in _slots(module):
+            object.__setattr__(copies[id(module)], slot, remap(value))
     return copies[id(root)]
+
+
+def _slots(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """What a module keeps outside its ``__dict__``."""
+    for cls in type(module).__mro__[: type(module).__mro__.index(nn.Module)]:
+        for name, member in vars(cls).items():
+            if isinstance(member, types.MemberDescriptorType) and hasattr(module, name):
+                yield name, getattr(module, name)
 
 
 def plain_attributes(module: nn.Module) -> dict[str, Any]:
@@ -74,7 +86,10 @@ def without_region(attributes: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Remap:
-    """Replaces references to modules of one tree by references to their copies, inside plain containers and methods."""
+    """Replaces references to modules of one tree by references to their copies.
+
+    Looks for them inside plain containers, and in what methods, partial functions and closures are bound to.
+    """
 
     def __init__(self, copies: dict[int, nn.Module], isolate: bool):
         self.copies, self.isolate = copies, isolate
@@ -84,12 +99,24 @@ class _Remap:
         if isinstance(value, nn.Module):
             return self.copies.get(id(value), value)
         if isinstance(value, types.MethodType):
-            owner = self(value.__self__)
-            return value if owner is value.__self__ else types.MethodType(value.__func__, owner)
+            func, owner = self(value.__func__), self(value.__self__)
+            same = func is value.__func__ and owner is value.__self__
+            return value if same else types.MethodType(func, owner)
         if type(value) is functools.partial:
             func, args, keywords = self(value.func), self(value.args), self(value.keywords)
-            same = func is value.func and args is value.args and keywords is value.keywords
-            return value if same else functools.partial(func, *args, **keywords)
+            if func is value.func and args is value.args and keywords is value.keywords:
+                return value
+            new = functools.partial(func, *args, **keywords)
+            vars(new).update({k: self(v) for k, v in vars(value).items()})
+            return new
+        if isinstance(value, _WrappedHook):
+            owner = value.module() if value.with_module else None
+            return _WrappedHook(self(value.hook), self(owner))
+        if isinstance(value, types.FunctionType):
+            if id(value) not in self.done:
+                self.done[id(value)] = value  # a function may find itself in its closure
+                self.done[id(value)] = self.function(value)
+            return self.done[id(value)]
         if type(value) not in _CONTAINERS:
             growing = isinstance(value, (dict, list, set, deque)) and self.isolate
             return self.done.setdefault(id(value), copy.copy(value)) if growing else value
@@ -97,6 +124,25 @@ class _Remap:
             self.done[id(value)] = value  # a container that holds itself stays as it is
             self.done[id(value)] = self.container(value)
         return self.done[id(value)]
+
+    def function(self, value: types.FunctionType) -> types.FunctionType:
+        cells, defaults = tuple(map(self.cell, value.__closure__ or ())), self(value.__defaults__)
+        if all(map(operator.is_, cells, value.__closure__ or ())) and defaults is value.__defaults__:
+            return value
+        new = types.FunctionType(value.__code__, value.__globals__, value.__name__, defaults, cells or None)
+        new.__kwdefaults__ = value.__kwdefaults__
+        vars(new).update({k: self(v) for k, v in vars(value).items()})
+        for name in ("__module__", "__qualname__", "__doc__", "__annotations__"):
+            setattr(new, name, getattr(value, name))
+        return new
+
+    def cell(self, cell: types.CellType) -> types.CellType:
+        try:
+            contents = self(cell.cell_contents)
+        except ValueError:  # it is empty as yet
+            return cell
+        # The others stay shared: functions count and keep what they found in them.
+        return cell if contents is cell.cell_contents else types.CellType(contents)
 
     def container(self, value: Any) -> Any:
         if isinstance(value, dict):
@@ -131,6 +177,8 @@ def contents(value: Any) -> Any:
         return (type(value), tuple((k, contents(v)) for k, v in value.items()))
     if isinstance(value, (list, set, deque)) or type(value) is tuple:
         return (type(value), tuple(map(contents, value)))
+    if type(value).__module__ == "numpy" and hasattr(value, "tobytes"):
+        return (type(value), value.dtype.str, value.shape, value.tobytes())
     return value
 
 
@@ -138,7 +186,7 @@ def same(a: Any, b: Any) -> bool:
     """Whether two ``contents`` are of the same objects and equal numbers."""
     if isinstance(a, tuple) and isinstance(b, tuple):
         return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
-    return a is b or (isinstance(a, (int, float, str)) and type(a) is type(b) and a == b)
+    return a is b or (isinstance(a, (int, float, str, bytes)) and type(a) is type(b) and a == b)
 
 
 @contextmanager
@@ -175,6 +223,13 @@ def _has_state(value: Any) -> bool:
         functools.partial,
     )
     return isinstance(getattr(value, "__dict__", None), dict) and not isinstance(value, stateless)
+
+
+def intact(module: nn.Module) -> bool:
+    """Whether the module's own forward is its region's, and nobody has put another in its place."""
+    region = module.__dict__.get(REGION)
+    forward = getattr(module.__dict__.get("forward"), "__func__", None)
+    return region is not None and forward is region.forward
 
 
 def hooked(module: nn.Module) -> str | None:

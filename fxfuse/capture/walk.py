@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from torch import fx, nn
@@ -39,21 +39,24 @@ class Trace:
 class Walk:
     """Traces ``model`` from the top; where a module has no graph, its children are tried, then it again around them.
 
-    ``wrong`` are paths that have shown before that their graph is not faithful, with the reason.
+    ``wrong`` are paths that have shown before that their graph is not faithful, with the reason. ``leaves`` are paths
+    of modules that a trace around them keeps as calls.
     """
 
     def __init__(
         self,
+        path: str,
         model: nn.Module,
         options: Options,
         recorded: Mapping[str, Recorded] | None,
         wrong: Mapping[str, str] | None = None,
+        leaves: Collection[str] = (),
     ):
-        self.model, self.options, self.recorded, self.wrong = model, options, recorded, wrong or {}
+        self.options, self.recorded, self.wrong, self.leaves = options, recorded, wrong or {}, leaves
         self.traces: list[Trace] = []
         self.uncaptured: list[Uncaptured] = []
         self.seen: dict[int, bool] = {}
-        self.visit("", model)
+        self.visit(path, model)
 
     def visit(self, path: str, module: nn.Module) -> set[str]:
         """The paths at or below ``path`` that a trace around them must keep as calls; none where it has a graph itself.
@@ -100,7 +103,7 @@ class Walk:
         return {path}
 
     def below(self, path: str, module: nn.Module) -> set[str]:
-        return set().union(*(self.visit(_join(path, name), child) for name, child in module.named_children()))
+        return set().union(*(self.visit(join(path, name), child) for name, child in module.named_children()))
 
     def add(self, trace: Trace) -> None:
         """Keep a trace; modules that it only calls may have regions of their own inside."""
@@ -108,7 +111,7 @@ class Walk:
         for target in dict.fromkeys(str(n.target) for n in trace.graph.nodes if n.op == "call_module"):
             module = trace.module.get_submodule(target)
             if has_projection(module) and (_is_composite(module) or hooked(module) or "forward" in module.__dict__):
-                self.visit(_join(trace.path, target), module)
+                self.visit(join(trace.path, target), module)
 
     def trace(self, path: str, module: nn.Module, leaves: set[str]) -> Trace:
         self.refuse(path, module)
@@ -131,13 +134,18 @@ class Walk:
             raise Untraceable(self.wrong[path])
         if "forward" in module.__dict__:
             raise Untraceable("its forward was replaced on the instance")
+        if hasattr(type(module), "__copy__") and not isinstance(module, fx.GraphModule):
+            # Whatever moves a __dict__ by hand takes along a forward that is bound to the original.
+            raise Untraceable("its class has a __copy__ of its own, which may miss that the forward is fused")
         if self.is_excluded(path, module):
             raise Untraceable("excluded by Options.exclude")
 
     def excluded(self, path: str, module: nn.Module) -> set[str]:
-        """Paths below ``module`` that the options leave alone."""
+        """Paths below ``module`` that the options leave alone, or that are kept as calls."""
         return {
-            inner for inner, m in module.named_modules() if inner and self.is_excluded(f"{path}.{inner}".lstrip("."), m)
+            inner
+            for inner, m in module.named_modules()
+            if inner and (self.is_excluded(join(path, inner), m) or join(path, inner) in self.leaves)
         }
 
     def is_excluded(self, path: str, module: nn.Module) -> bool:
@@ -158,7 +166,7 @@ def _is_composite(module: nn.Module) -> bool:
     return any(True for _ in module.children()) or not type(module).__module__.startswith("torch.nn")
 
 
-def _join(path: str, name: str) -> str:
+def join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 

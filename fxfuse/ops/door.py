@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 from torch.fx import Proxy
 
-_PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter})
+PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter})
 
 
 def is_open(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
@@ -23,9 +23,9 @@ def is_open(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     return (
         # Dynamo folds this to True and looks no further; it must come first.
         not is_dynamo_compiling()
-        and type(x) in _PLAIN_TYPES
-        and type(weight) in _PLAIN_TYPES
-        and (bias is None or type(bias) in _PLAIN_TYPES)
+        and type(x) in PLAIN_TYPES
+        and type(weight) in PLAIN_TYPES
+        and (bias is None or type(bias) in PLAIN_TYPES)
         and not _len_torch_function_stack()
         and not _len_torch_dispatch_stack()
         and maybe_current_level() is None
@@ -42,8 +42,8 @@ def is_open(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 def are_plain(weight: Tensor, bias: Tensor | None) -> bool:
     """The same of a second weight and bias of a call whose first ones is_open has let in."""
     return (
-        type(weight) in _PLAIN_TYPES
-        and (bias is None or type(bias) in _PLAIN_TYPES)
+        type(weight) in PLAIN_TYPES
+        and (bias is None or type(bias) in PLAIN_TYPES)
         and not (is_grad_enabled() and (weight.requires_grad or (bias is not None and bias.requires_grad)))
     )
 
@@ -70,7 +70,7 @@ def behind(
     """
     if is_dynamo_compiling():
         # The flag itself: Dynamo of torch 2.11 takes is_exporting() to be true whenever it traces.
-        if not torch.compiler._is_exporting_flag and all(t is None or type(t) in _PLAIN_TYPES for t in tensors):
+        if not torch.compiler._is_exporting_flag and all(t is None or type(t) in PLAIN_TYPES for t in tensors):
             return operator(*tensors, *rest)
     elif any(isinstance(tensor, Proxy) for tensor in tensors):
         return torch.overrides.handle_torch_function(public, tensors, *tensors, *rest)

@@ -5,12 +5,13 @@ and its `.binary(x, other, weight, bias, "mul")` overload linear(x, weight, bias
 still in registers or cache. They have no derivative, are missing from some builds, and check little: `takes` does.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 from torch._C import _get_fp32_precision_getter, _get_mkldnn_enabled
 
+from fxfuse import choose
 from fxfuse.ops.activations import ACTIVATIONS
 
 AVAILABLE: bool = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
@@ -99,6 +100,11 @@ def may_gain(dtype: torch.dtype, n: int, k: int, *, epilogue: bool) -> bool:
 REFUSALS = (RuntimeError, IndexError)
 
 
+def has(dtype: torch.dtype) -> bool:
+    """True if this build and CPU have products of this dtype."""
+    return dtype in _LEAST_WORK
+
+
 def pays(dtype: torch.dtype, n: int, k: int, rows: int) -> bool:
     """True if oneDNN is expected to be as fast as eager at a product of `rows` rows with a weight [N, K]."""
     least = _LEAST_WORK.get(dtype)
@@ -139,7 +145,7 @@ def is_on(dtype: torch.dtype) -> bool:
 
 
 Known = tuple[torch.dtype | None, tuple[int, ...] | None, int, dict[int, PostOp | None]]
-"""x's dtype, the weight's strides (None: contiguous), its columns; and by rows.bit_length() what `Weight.way` answers."""
+"""x's dtype, the weight's strides (None: contiguous), its columns; by rows.bit_length() what `Weight.way` answers."""
 
 
 class Weight:
@@ -149,11 +155,27 @@ class Weight:
     for types, dtypes and shapes at each call; what may change without its noticing is asked here.
     """
 
-    __slots__ = ("act", "act_args", "known")
+    __slots__ = ("act", "act_args", "known", "only", "op", "parts")
+    choices: tuple[str, ...] = (choose.PLAIN, choose.ONEDNN)
+    """Implementations among which measured choices are made."""
 
-    def __init__(self, act: str = "", act_args: Sequence[float] = ()):
-        """``act``: the activation that follows the product, "" for none."""
-        self.act, self.act_args = act, act_args
+    def __init__(
+        self,
+        act: str = "",
+        act_args: Sequence[float] = (),
+        *,
+        op: str = "linear",
+        parts: int = 1,
+        only: str | None = None,
+    ):
+        """
+        Args:
+            act: the activation that follows the product, "" for none.
+            op: the operator that the product belongs to, as ``choose.Key`` has it.
+            parts: into how many products of equal size the operator divides this one for oneDNN.
+            only: the implementation to take, whatever was measured.
+        """
+        self.act, self.act_args, self.op, self.parts, self.only = act, act_args, op, parts, only
         self.known: Known = (None, None, 1, {})
 
     def way(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> PostOp | None:
@@ -178,16 +200,51 @@ class Weight:
     def _found_out(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> PostOp | None:
         if not can(x, weight, bias) or not weight.numel():
             return None
-        n, k = weight.shape
+        k = weight.shape[1]
         bucket = (x.numel() // k).bit_length()
         # The least number of rows of the bucket: eager where in doubt.
         rows = 1 << bucket >> 1
         strides = None if weight.is_contiguous() else weight.stride()
         way = None
-        if pays(x.dtype, n, k, rows):
+        if self._implementation(x, weight, bias, rows) != choose.PLAIN:
             row_kernel = rows == 1 and x.dtype is torch.float32 and strides is None
             way = post_op(self.act, self.act_args, row_kernel=row_kernel) if self.act else NO_POST_OP
         before = self.known
         ways = before[3] if before[:3] == (x.dtype, strides, k) else {}
         self.known = (x.dtype, strides, k, {**ways, bucket: way})
         return way
+
+    def _implementation(self, x: Tensor, weight: Tensor, bias: Tensor | None, rows: int) -> str:
+        """The name of the implementation for a bucket of rows: the one asked for, else measured, else expected best."""
+        if self.only is not None:
+            return self.only
+        measured = choose.CHOICES.get(self.key(x, weight, bias)) if choose.CHOICES.any() else None
+        if measured is not None:
+            return measured.among(self.allowed())
+        n, k = weight.shape
+        return self._expected(x, weight, rows) if pays(x.dtype, n // self.parts, k, rows) else choose.PLAIN
+
+    def _expected(self, x: Tensor, weight: Tensor, rows: int) -> str:
+        """The implementation where nothing was measured and oneDNN pays."""
+        return choose.ONEDNN
+
+    def allowed(self) -> tuple[str, ...]:
+        return self.choices
+
+    def key(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> choose.Key:
+        """What a choice for this call is kept by."""
+        n, k = weight.shape
+        return choose.Key(
+            choose.device_name("cpu"),
+            self.op,
+            x.dtype,
+            n,
+            k,
+            not weight.is_contiguous(),
+            bias is not None,
+            (x.numel() // k).bit_length(),
+        )
+
+
+Weights = Callable[..., Weight]
+"""A class of weights, or one with some of its arguments given."""

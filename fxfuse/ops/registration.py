@@ -15,12 +15,13 @@ def register(
     schema: str,
     plain: Callable[..., Tensor],
     cpu: Callable[..., Tensor],
+    cuda: Callable[..., Tensor],
     flops: Callable[..., int],
 ) -> torch._ops.OpOverload:
     """Define `schema` ("name(arguments) -> Tensor") and say what each dispatch key runs.
 
     `plain` is the same function in eager's own operators: it serves gradients (any order), vmap and the other
-    transforms, autocast, devices without an implementation, and shape propagation. `cpu` is the implementation.
+    transforms, autocast, other devices, and shape propagation. `cpu` and `cuda` are the implementations.
     `flops` takes the shapes in place of the tensors, as torch.utils.flop_counter asks.
     """
     name = _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,)).partition("(")[0]
@@ -33,6 +34,7 @@ def register(
             return operator(*args)
 
     _LIBRARY.impl(name, cpu, "CPU")
+    _LIBRARY.impl(name, cuda, "CUDA")
     _LIBRARY.impl(name, plain, "CompositeExplicitAutograd")
     _LIBRARY.impl(name, autograd, "Autograd")
     for transform in ("FuncTorchBatched", "AutocastCPU", "AutocastCUDA"):

@@ -95,3 +95,20 @@ def test_an_optimized_model_runs_in_many_threads():
         thread.join()
     assert not wrong, wrong[:3]
     assert "forward" not in optimized.__dict__
+
+
+def test_a_thread_that_draws_random_numbers_spoils_no_trace():
+    stop = threading.Event()
+
+    def draw() -> None:
+        while not stop.is_set():
+            torch.rand(3)
+
+    thread = threading.Thread(target=draw)
+    thread.start()
+    try:
+        for _ in range(10):
+            assert fxfuse.report(fxfuse.optimize(Model().eval(), torch.randn(2, WIDTH))).fused
+    finally:
+        stop.set()
+        thread.join()

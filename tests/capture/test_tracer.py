@@ -195,7 +195,11 @@ REFUSED: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
     "counting dictionary": (lambda m, x: (m.seen.update("a"), mlp(m, x))[1], {"seen": Counter()}, "changes Model.seen"),
     "cache of proxies": (lambda m, x: m.seen.setdefault("y", mlp(m, x)), {"seen": {}}, "changes Model.seen"),
     "autocast": (lambda m, x: _under_autocast(m, x), {}, "enters autocast"),
-    "buffer in place": (lambda m, x: mlp(m, x) + m.held.add_(1), {"held": torch.zeros(1)}, "writes a tensor"),
+    "element of a list in place": (
+        lambda m, x: mlp(m, x) + m.held[0].add_(1),
+        {"held": [torch.zeros(1)]},
+        "writes a tensor",
+    ),
     "attribute of a tensor": (lambda m, x: (setattr(x, "data", x + 1), mlp(m, x))[1], {}, "sets data of a value"),
     "set": (lambda m, x: {mlp(m, x)}, {}, "returns a set"),
     "own class": (lambda m, x: Output(mlp(m, x)), {}, "returns a Output"),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import inspect
+import types
 
 import torch
 from torch import nn
@@ -61,6 +63,66 @@ def test_references_into_the_tree():
     assert hook.__self__ is copied
     assert tree.steps == [tree.up, tree.act, tree.down]
     assert all(a is b for a, b in zip(copied.parameters(), tree.parameters(), strict=True))
+
+
+def test_functions_that_hold_modules():
+    class Closures(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.seen = nn.Linear(WIDTH, WIDTH), []
+            self.in_closure = lambda x: self.up(x)
+            self.in_defaults = lambda x, up=self.up: up(x)
+            self.nested = functools.wraps(self.in_closure)(lambda x: self.in_closure(x))
+            self.method = types.MethodType(lambda module, x: self.up(x) if module is self else None, self)
+            self.partial = functools.update_wrapper(functools.partial(self.in_closure), Closures.forward)
+            self.alike, self.plain = self.in_closure, torch.relu
+
+            def again(x: torch.Tensor, times: int) -> torch.Tensor:
+                return again(self.up(x), times - 1) if times else x
+
+            self.recursive = functools.partial(again, times=1)
+            self.not_of_the_tree = lambda x: OUTSIDE(x)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            """Documented."""
+            functions = (self.in_closure, self.in_defaults, self.nested, self.method, self.partial, self.recursive)
+            return sum(function(x) for function in functions)
+
+    model = Closures().eval()
+    copied = copy_tree(model)
+    copied.up = nn.Linear(WIDTH, WIDTH)
+    given = torch.randn(2, WIDTH)
+    with torch.no_grad():
+        first = copied.up(given)
+        for name in ("in_closure", "nested", "method", "partial", "recursive"):
+            assert torch.equal(getattr(copied, name)(given), first), name
+        assert torch.equal(copied.in_defaults(given), model.up(given))
+        assert copied.in_defaults.__defaults__[0] is not model.up
+    assert copied.nested.__wrapped__ is copied.in_closure is copied.alike
+    assert inspect.signature(copied.partial) == inspect.signature(Closures.forward)
+    assert copied.partial.__doc__ == "Documented."
+    assert copied.plain is model.plain
+    assert copied.not_of_the_tree is model.not_of_the_tree
+    for example in (None, given):
+        optimized = fxfuse.optimize(model, example, inplace=True)
+        with torch.no_grad():
+            handle = model.up.register_forward_hook(lambda m, a, y: y + 1)
+            expected = 6 * (given @ model.up.weight.T + model.up.bias + 1)
+            torch.testing.assert_close(optimized(given), expected)
+        handle.remove()
+        fxfuse.restore(optimized)
+
+
+def test_slots():
+    class Slotted(nn.Module):
+        __slots__ = ("empty", "inner")
+
+    tree = Slotted()
+    tree.add_module("up", nn.Linear(2, 2))
+    object.__setattr__(tree, "inner", [tree.up])
+    copied = copy_tree(tree)
+    assert copied.inner == [copied.up]
+    assert not hasattr(copied, "empty")
 
 
 def test_an_optimized_tree_is_independent():

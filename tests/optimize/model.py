@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -67,3 +68,48 @@ def assert_answers(optimized: Any, model: Any, *args: Any, runs: str, why: str =
     assert right(got, model, *args, **kwargs)
     if why:
         assert why in dict(after.reasons - before.reasons), after.reasons
+
+
+Change = Callable[[Any], Any]
+"""Does something to a model that is to change its answer."""
+
+
+def assert_follows(pair: tuple[nn.Module, nn.Module], change: Change, *args: Any, runs: str) -> None:
+    """The same change to an optimized model and to a plain one of its own weights: the next call answers alike.
+
+    ``runs``: what the ledger says of it; "" where any entry will do, as it depends on how soon a region gives up.
+    """
+    model, optimized = pair
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        assert_answers(optimized, model, *args, runs="fused")
+        before = twin(*args)
+    change(optimized)
+    change(twin)
+    with torch.no_grad():
+        for _ in range(2):
+            if runs:
+                assert_answers(optimized, twin, *args, runs=runs)
+            else:
+                assert_counted(optimized, twin, *args)
+        assert not same_bits(before, twin(*args)), "the change is to change the answer"
+
+
+def assert_counted(optimized: nn.Module, model: nn.Module, *args: Any) -> None:
+    """One call: the model's answer, and an entry in the ledger of some region."""
+    before = entries(optimized)
+    assert right(optimized(*args), model, *args)
+    assert entries(optimized) > before
+
+
+def entries(optimized: nn.Module) -> int:
+    return sum(c.fused + c.plain + c.fallback for c in fxfuse.report(optimized).calls.values())
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.dtype is b.dtype and a.shape == b.shape and torch.equal(a, b)
+
+
+def same_weights(a: nn.Module, b: nn.Module) -> bool:
+    ours, theirs = a.state_dict(), b.state_dict()
+    return ours.keys() == theirs.keys() and all(map(torch.equal, ours.values(), theirs.values()))

@@ -195,3 +195,41 @@ def test_graphs(pair, x):
         assert "def forward" in graph.code
         assert "class" in graph.print_readable(print_output=False)
         assert next(iter(graph.parameters())) is next(iter(model.parameters()))
+
+
+def test_graphs_are_the_callers_own(pair, x):
+    """To edit one changes nothing about the model, nor about its copies."""
+    model, optimized = pair
+    for original in (False, True):
+        gm = fxfuse.graphs(optimized, original=original)[""]
+        (output,) = (n for n in gm.graph.nodes if n.op == "output")
+        with gm.graph.inserting_before(output):
+            output.args = (gm.graph.call_function(torch.neg, (output.args[0],)),)
+        gm.recompile()
+        with torch.no_grad():
+            assert right(-gm(x), model, x)
+            assert_answers(optimized, model, x, runs="fused")
+            assert_answers(copy.deepcopy(optimized), model, x, runs="fused")
+            assert right(fxfuse.graphs(optimized, original=original)[""](x), model, x)
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_a_graph_module_and_back(x, inplace):
+    gm = fx.symbolic_trace(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()).eval())
+    twin, graph, code = copy.deepcopy(gm), gm.graph, gm.code
+    optimized = fxfuse.optimize(gm, x, inplace=inplace)
+    assert (optimized is gm) == inplace
+    assert (gm.code == code) == (not inplace)
+    assert "linear_act" in optimized.code
+    (original,) = fxfuse.graphs(optimized, original=True).values()
+    assert original.code == code
+    with torch.no_grad():
+        assert right(optimized(x), twin, x)
+        assert torch.equal(original(x), twin(x))
+        assert fxfuse.restore(optimized) is optimized
+        assert torch.equal(optimized(x), twin(x))
+    assert optimized.code == code
+    assert (optimized.graph is graph) == inplace
+    assert set(optimized.__dict__) == set(twin.__dict__)
+    with pytest.raises(fxfuse.errors.NotOptimized):
+        fxfuse.restore(optimized)

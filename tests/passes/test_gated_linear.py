@@ -551,7 +551,7 @@ def test_excluded(example):
         "gated_linear",
         SwiGlu(),
         [randn(3, 4, 6)],
-        why=None,
+        why="excluded by Options.exclude",
         example=example,
         exclude="gated_linear",
         new=["linear_act", "mul"],

@@ -451,7 +451,8 @@ def test_exact_numerics(example):
 def test_excluded(example):
     model = Written(lambda x, fc: torch.relu(fc(x)), fc=nn.Linear(128, 128))
     x = randn(3, 4, 128)
-    assert_kept("linear_act", model, [x], why=None, example=example, exclude="linear_act", new=["relu"])
+    why = "excluded by Options.exclude"
+    assert_kept("linear_act", model, [x], why=why, example=example, exclude="linear_act", new=["relu"])
 
 
 def test_hooked_linear_stays(example):

@@ -491,7 +491,8 @@ def test_exact_numerics(example):
 
 
 def test_excluded(example):
-    assert_kept("matmul_add", Written(ADD, w=W, b=B), [X], why=None, example=example, exclude="matmul_add")
+    why = "excluded by Options.exclude"
+    assert_kept("matmul_add", Written(ADD, w=W, b=B), [X], why=why, example=example, exclude="matmul_add")
 
 
 def test_bias_that_needs_an_argument_first(example):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from fxfuse.ops import door
-from fxfuse.ops.gated_linear import cpu, plain
+from fxfuse.ops.gated_linear import cpu, cuda, plain
 from fxfuse.ops.registration import register
 
 
@@ -25,7 +25,7 @@ def gated_linear(
     `act` and `act_args` as for `linear_act`. Errors are those of torch.nn.functional.linear and of the product.
     """
     if door.is_open(x, gate_weight, gate_bias) and door.are_plain(up_weight, up_bias):
-        return cpu.gated_linear(x, gate_weight, gate_bias, up_weight, up_bias, act, act_args)
+        return (cuda if x.is_cuda else cpu).gated_linear(x, gate_weight, gate_bias, up_weight, up_bias, act, act_args)
     return door.behind(
         gated_linear,
         _gated_linear,
@@ -44,7 +44,7 @@ def gated_linear_packed(
     of LAYOUTS (ValueError otherwise) and says which rows are the gate's.
     """
     if door.is_open(x, weight, bias):
-        return cpu.gated_linear_packed(x, weight, bias, act, act_args, layout)
+        return (cuda if x.is_cuda else cpu).gated_linear_packed(x, weight, bias, act, act_args, layout)
     return door.behind(
         gated_linear_packed,
         _gated_linear_packed,
@@ -69,11 +69,13 @@ _gated_linear = register(
     "float[] act_args=[]) -> Tensor",
     plain.gated_linear,
     cpu.gated_linear,
+    cuda.gated_linear,
     _flops,
 )
 _gated_linear_packed = register(
     "gated_linear_packed(Tensor x, Tensor weight, Tensor? bias, str act, float[] act_args, str layout) -> Tensor",
     plain.gated_linear_packed,
     cpu.gated_linear_packed,
+    cuda.gated_linear_packed,
     _packed_flops,
 )

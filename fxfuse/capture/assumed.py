@@ -1,0 +1,34 @@
+"""What a trace took for granted of everything but its arguments; each is checked at each call."""
+
+from __future__ import annotations
+
+import types
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+ABSENT = type("Absent", (), {"__repr__": lambda self: "nothing"})()
+"""What a forward found where it asked for an attribute that there was not."""
+
+
+@dataclass
+class Assumed:
+    """Collected while a forward is traced. Module paths are relative to the module that is traced."""
+
+    attributes: set[tuple[str, str]] = field(default_factory=set)
+    """(module path, name) of the plain attributes that were read, ``training`` among them."""
+    absent: set[tuple[str, str]] = field(default_factory=set)
+    """(module path, name) of attributes that were asked for and not there, or None in a table of nn.Module."""
+    methods: set[tuple[str, str]] = field(default_factory=set)
+    """(module path, name) of the functions and properties that the module's class gave."""
+    iterated: set[str] = field(default_factory=set)
+    """Paths of modules that were asked which modules they hold."""
+    foreign: dict[tuple[int, str], tuple[Any, str, Any]] = field(default_factory=dict)
+    """(object, name, value) of what was read of objects that are no modules, by the object's identity and the name."""
+    answers: dict[str, Any] = field(default_factory=dict)
+    """Name of a function of torch -> what it answered about PyTorch's state."""
+    code: dict[types.CodeType, dict[str, Any]] = field(default_factory=dict)
+    """Functions that made nodes, with the names of the files that they stand in."""
+    dtypes: dict[tuple[str, str], torch.dtype] = field(default_factory=dict)
+    """See ``Dtypes.assumed``."""

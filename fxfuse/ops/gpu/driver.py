@@ -1,0 +1,138 @@
+"""The CUDA driver and its run-time compiler, as far as launching a kernel of our own takes: thin ctypes calls.
+
+Both libraries come with CUDA builds of torch, so nothing is to be installed. A launch through here costs 3 us of host
+time; Triton's launcher takes 25, most of which binds arguments and builds descriptors that stay the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+from pathlib import Path
+
+import torch
+
+from fxfuse import choose
+
+_DYNAMIC_SHARED_MEMORY = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_TYPES = {torch.float16: 6, torch.bfloat16: 9}  # CU_TENSOR_MAP_DATA_TYPE_*
+_SWIZZLES = {64: 2, 128: 3}  # CU_TENSOR_MAP_SWIZZLE_64B, _128B
+_L2_PROMOTION = 3  # CU_TENSOR_MAP_L2_PROMOTION_L2_256B
+
+
+class CudaError(RuntimeError):
+    """A call of the driver or of the compiler failed."""
+
+
+@functools.cache
+def _libcuda() -> ctypes.PyDLL:
+    # PyDLL keeps the interpreter lock: these calls only enqueue, and giving it up costs more than they do.
+    return ctypes.PyDLL("libcuda.so.1")
+
+
+@functools.cache
+def _libnvrtc() -> ctypes.CDLL:
+    return ctypes.CDLL(f"libnvrtc.so.{str(torch.version.cuda).partition('.')[0]}")
+
+
+def _check(result: int, what: str) -> None:
+    if result:
+        name = ctypes.c_char_p()
+        _libcuda().cuGetErrorName(result, ctypes.byref(name))
+        raise CudaError(f"{what} failed: {(name.value or b'').decode() or result}")
+
+
+def compile_kernel(source: str, architecture: str) -> bytes:
+    """The machine code of CUDA C++ ``source`` for ``architecture``, such as "sm_90a"; CudaError with the log.
+
+    Compiling takes most of a second, so the code is kept on disk beside the table of choices, where that can be.
+    """
+    identity = hashlib.sha256(f"{torch.version.cuda} {architecture} {source}".encode()).hexdigest()
+    with contextlib.suppress(OSError, RuntimeError):  # not there yet, or there is no home folder
+        return _file(identity).read_bytes()
+    code = _compile(source, architecture)
+    with contextlib.suppress(OSError, RuntimeError):
+        _file(identity).parent.mkdir(parents=True, exist_ok=True)
+        choose.write_whole(_file(identity), code)
+    return code
+
+
+def _file(identity: str) -> Path:
+    return choose.folder() / "kernels" / f"{identity}.cubin"
+
+
+def _compile(source: str, architecture: str) -> bytes:
+    nvrtc, program, size = _libnvrtc(), ctypes.c_void_p(), ctypes.c_size_t()
+    if nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"fxfuse.cu", 0, None, None):
+        raise CudaError("nvrtcCreateProgram failed")
+    try:
+        options = [f"--gpu-architecture={architecture}".encode(), b"--std=c++17", b"-default-device"]
+        failed = nvrtc.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options))
+        if failed:
+            nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+            log = ctypes.create_string_buffer(size.value)
+            nvrtc.nvrtcGetProgramLog(program, log)
+            raise CudaError(f"nvrtc refused a kernel: {log.value.decode()}")
+        nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size))
+        code = ctypes.create_string_buffer(size.value)
+        nvrtc.nvrtcGetCUBIN(program, code)
+        return code.raw
+    finally:
+        nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+class Kernel:
+    """A function of a module loaded on the current device, with its shared memory."""
+
+    def __init__(self, code: bytes, name: str, threads: int, shared_memory: int):
+        cuda, module, function = _libcuda(), ctypes.c_void_p(), ctypes.c_void_p()
+        _check(cuda.cuModuleLoadData(ctypes.byref(module), code), "cuModuleLoadData")
+        _check(cuda.cuModuleGetFunction(ctypes.byref(function), module, name.encode()), "cuModuleGetFunction")
+        _check(cuda.cuFuncSetAttribute(function, _DYNAMIC_SHARED_MEMORY, shared_memory), "cuFuncSetAttribute")
+        self.function, self.threads, self.shared_memory = function, threads, shared_memory
+        self._launch = cuda.cuLaunchKernel
+
+    def launch(self, blocks: int, stream: int, arguments: ctypes.Array[ctypes.c_void_p]) -> None:
+        """``arguments``: the address of each argument. They are read before this returns."""
+        result = self._launch(
+            self.function,
+            blocks, 1, 1,
+            self.threads, 1, 1,
+            self.shared_memory,
+            ctypes.c_void_p(stream),
+            arguments,
+            None,
+        )  # fmt: skip
+        if result:
+            _check(result, "cuLaunchKernel")
+
+
+class TensorMap:
+    """A CUtensorMap, which tells the copy engine of a matrix in device memory: 128 bytes, aligned to 64."""
+
+    def __init__(self) -> None:
+        self._memory = ctypes.create_string_buffer(128 + 64)
+        self.address = (ctypes.addressof(self._memory) + 63) & ~63
+
+    def encode(
+        self, pointer: int, dtype: torch.dtype, shape: tuple[int, int], box: tuple[int, int], swizzle: int
+    ) -> None:
+        """A contiguous matrix of ``shape`` (rows, columns), taken in boxes; ``swizzle`` in bytes."""
+        u64, u32 = ctypes.c_uint64, ctypes.c_uint32
+        result = _libcuda().cuTensorMapEncodeTiled(
+            ctypes.c_void_p(self.address),
+            _TYPES[dtype],
+            2,
+            ctypes.c_void_p(pointer),
+            (u64 * 2)(shape[1], shape[0]),
+            (u64 * 1)(shape[1] * dtype.itemsize),
+            (u32 * 2)(box[1], box[0]),
+            (u32 * 2)(1, 1),
+            0,
+            _SWIZZLES[swizzle],
+            _L2_PROMOTION,
+            0,
+        )
+        _check(result, "cuTensorMapEncodeTiled")

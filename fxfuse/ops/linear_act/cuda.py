@@ -1,0 +1,58 @@
+"""linear and linear_act on CUDA devices: one kernel where there is one that is faster, else the plain sequence."""
+
+import functools
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from fxfuse.choose import Key
+from fxfuse.ops.activations import activation
+from fxfuse.ops.gpu.product import Product
+from fxfuse.ops.linear_act import plain
+
+
+class Site:
+    """linear or linear_act at one place of a region: right for any tensors, quick for those of the call before."""
+
+    __slots__ = ("function", "product")
+
+    def __init__(self, act: str = "", act_args: Sequence[float] = (), *, only: str | None = None):
+        """``act``: "" for the linear alone; ValueError for an unknown one. ``only``: the implementation to take."""
+        self.function = activation(act).of(act_args) if act else None
+        self.product = Product(act, act_args, gated=False, only=only)
+
+    def run(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        y = self.product.run(x, weight, weight, bias, None)
+        return self.plain(x, weight, bias) if y is None else y
+
+    def plain(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        product = plain.linear(x, weight, bias)
+        return product if self.function is None else self.function(product)
+
+    def key(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Key | None:
+        """What a choice for this call is kept by; None where there is nothing to choose."""
+        return self.product.key(x, weight, weight, bias, None)
+
+    def implementations(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[str, ...]:
+        """Names of the kernels that may compute this call."""
+        return self.product.implementations(x, weight, weight, bias, None)
+
+
+@functools.lru_cache(maxsize=256)
+def _shared(act: str, act_args: tuple[float, ...], _shape: tuple[int, ...]) -> Site:
+    """A site for calls that come from no region: one for each operator and shape of weight."""
+    return Site(act, act_args)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    site = _shared("", (), tuple(weight.shape))
+    return (
+        site.run(x, weight, bias) if site.product.fits(x, weight, weight, bias, None) else site.plain(x, weight, bias)
+    )
+
+
+def linear_act(x: Tensor, weight: Tensor, bias: Tensor | None, act: str, act_args: Sequence[float] = ()) -> Tensor:
+    site = _shared(act, tuple(act_args), tuple(weight.shape))
+    return (
+        site.run(x, weight, bias) if site.product.fits(x, weight, weight, bias, None) else site.plain(x, weight, bias)
+    )

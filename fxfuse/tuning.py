@@ -1,0 +1,274 @@
+"""Measuring the implementations of a model's fused operators, at the sizes with which it calls them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from fxfuse import choose, ops
+from fxfuse.bench.timer import Call, Effort, GpuClock, interleaved, speedup
+from fxfuse.capture.record import own, trial_copy, trial_run
+from fxfuse.capture.region import Region
+from fxfuse.capture.verify import placeholders
+from fxfuse.choose import PLAIN, Choice, Key
+from fxfuse.report import Measured, Report
+
+FASTER = 1.03
+"""In four rounds of five an implementation must be this many times as fast as one that asks for less. Times that are
+measured in turns, in one process, are good to about 3 %; so ties and doubts go to the plain sequence."""
+EFFORT = Effort(rounds=25, warmup_s=0.001, block_s=0.0003, budget_s=0.04)
+"""For one operator at one size."""
+GPU_EFFORT = Effort(rounds=15, warmup_s=0.0001, block_s=0.0, budget_s=None)
+"""The same on a GPU, where each call has the GPU wait for a millisecond first."""
+BUDGET_S = 3.0
+"""For all operators of a model in ``optimize``. Sizes that it does not reach keep the heuristic choice."""
+HAD_CORE = 0.9
+"""The part of the time in which the measuring thread must have run. Where other programs have the cores, whoever waits
+more often for the other threads loses, by as much as 10 ms each time; nothing is concluded from that."""
+_PLACES, _TURN_S = 8, 0.003
+"""The places of a model that call an operator at one size take turns, as many as 3 ms allow: one weight alone would
+stay in the caches, where in a model of many layers it does not."""
+
+
+@dataclass
+class Places:
+    """The calls of one operator at one size."""
+
+    target: Callable[..., Tensor]
+    rest: tuple[Any, ...]
+    """Its arguments after the tensors."""
+    tensors: list[tuple[Tensor | None, ...]] = field(default_factory=list)
+    """Those of the first places. All have the activations of the first."""
+    regions: dict[str, None] = field(default_factory=dict)
+    """Module paths, each once."""
+
+    @property
+    def device(self) -> torch.device:
+        x = self.tensors[0][0]
+        return torch.device("cpu") if x is None else x.device
+
+    def implementations(self, pack: bool) -> tuple[str, ...]:
+        """The names of those that the operator may choose from."""
+        return ops.implementations(self.target, self.tensors[0], self.rest, pack=pack)
+
+
+Found = dict[Key, Places]
+
+
+class _Recorder(fx.Interpreter):
+    """Runs a region's graph, and notes the operands of its fused operators."""
+
+    def __init__(self, gm: fx.GraphModule, path: str, found: Found):
+        super().__init__(gm)
+        self.path, self.found = path, found
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if target in ops.SITES:
+            self._note(target, args)
+        return super().call_function(target, args, kwargs)
+
+    def _note(self, target: Callable[..., Tensor], args: tuple[Any, ...]) -> None:
+        count = ops.SITES[target].tensors
+        tensors, rest = args[:count], args[count:]
+        key = ops.key(target, tensors, rest)
+        if key is None:
+            return
+        places = self.found.setdefault(key, Places(target, rest))
+        places.regions[self.path] = None
+        if len(places.tensors) < _PLACES:
+            operands = tuple(None if t is None else t.detach() for t in tensors)
+            first = places.tensors[0] if places.tensors else operands
+            places.tensors.append((first[0], *operands[1:]))
+
+
+def of_example(model: nn.Module, regions: Sequence[Region], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Found:
+    """The operators that the model's regions call on the example. Runs a copy of the model once."""
+    found: Found = {}
+    trial = trial_copy(model)
+    for region in regions:
+        module = trial.get_submodule(region.path)
+        module.__dict__["forward"] = MethodType(_recording(region, module, found), module)
+    with trial_run(model):
+        trial(*own(args), **own(kwargs))
+    return found
+
+
+def _recording(region: Region, module: nn.Module, found: Found) -> Callable[..., Any]:
+    gm, forward, done = region.graph_module(owner=module), module.forward, False
+
+    def recorded(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        nonlocal done
+        if done:
+            # Another call of the same example may not be one that the graph is right for.
+            return forward(*args, **kwargs)
+        done = True
+        return _Recorder(gm, region.path, found).run(*placeholders(region, (args, kwargs)))
+
+    return recorded
+
+
+def of_function_example(region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Found:
+    """The operators that a function's region calls on the example."""
+    found: Found = {}
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        _Recorder(region.graph_module(), "", found).run(*placeholders(region, (own(args), own(kwargs))))
+    return found
+
+
+@contextmanager
+def recording(model: Any, regions: Sequence[Region]) -> Iterator[Found]:
+    """Notes the operators that calls of an optimized model run; then its regions find out anew what is best."""
+    found: Found = {}
+    # A GraphModule is optimized without regions: its operators ask for their choice at each call.
+    graph = model if isinstance(model, fx.GraphModule) else None
+    if graph is not None:
+        graph.__dict__["forward"] = lambda *args: _Recorder(graph, "", found).run(*args)
+    for region in regions:
+        region.body = _recording_body(region, found)
+    try:
+        yield found
+    finally:
+        if graph is not None:
+            del graph.__dict__["forward"]
+        for region in regions:
+            region.forget()
+
+
+def _recording_body(region: Region, found: Found) -> Callable[..., Any]:
+    gm = region.graph_module()
+    count = len(region.arguments.free)
+    first = 1 if isinstance(region.owner, nn.Module) else 0
+
+    def body(*values: Any) -> Any:
+        return _Recorder(gm, region.path, found).run(*values[first : first + count])
+
+    return body
+
+
+def elements(shapes: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """The elements of ``fxfuse.tune``'s shapes; TypeError for what has others."""
+    several = isinstance(shapes, Iterable) and not isinstance(shapes, (str, Tensor))
+    found: list[Any] = [*shapes] if several else [shapes]
+    for element in found:
+        if not isinstance(element, tuple):
+            raise TypeError(
+                f"tune() takes an iterable of tuples, not {type(element).__name__}: for each call the shape of one "
+                "tensor, (16, 768), or the positional arguments, (x,). One call is a list of one: [(16, 768)]."
+            )
+    return found
+
+
+def arguments(model: Any, element: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The positional arguments that an element of ``fxfuse.tune``'s shapes stands for."""
+    if not element or not all(type(size) is int for size in element):
+        return element
+    parameters = model.parameters() if isinstance(model, nn.Module) else ()
+    return (random(element, like=next((p for p in parameters if p.is_floating_point()), torch.empty(0))),)
+
+
+def random(shape: Sequence[int], *, like: Tensor) -> Tensor:
+    """A tensor of ``shape`` with ``like``'s dtype and device; the user's random numbers go on as they would have."""
+    own = torch.Generator(like.device).manual_seed(0)
+    return torch.randn(tuple(shape), dtype=like.dtype, device=like.device, generator=own)
+
+
+def measure(found: Found, report: Report, *, pack: bool, again: bool = False) -> list[Measured]:
+    """Measure what was found, keep the choices, and tell them to the report.
+
+    Args:
+        pack: whether packed copies of weights are among the implementations.
+        again: measure what was measured before as well, however long that takes, and twice where it is disturbed.
+    """
+    choices: dict[Key, Choice] = {}
+    new: dict[Key, Choice] = {}
+    disturbed = 0
+    start = time.perf_counter()
+    for key, places in found.items():
+        names = places.implementations(pack)
+        known = choose.CHOICES.get(key)
+        if known is not None and known.seconds.keys() >= set(names) and not again:
+            choices[key] = known
+        elif again or time.perf_counter() - start < BUDGET_S:
+            choice = _choice(places, names) or (_choice(places, names) if again else None)
+            if choice is None:
+                disturbed += 1
+            else:
+                new[key] = choices[key] = choice
+    choose.CHOICES.put(new)
+    told = [_told(key, found[key], choice, pack, key in new) for key, choice in choices.items()]
+    report.measured = [m for m in report.measured if m.size not in {t.size for t in told}] + told
+    left = len(found) - len(choices) - disturbed
+    for count, why in ((disturbed, "other programs had the processor meanwhile"), (left, f"{BUDGET_S:.0f} s were up")):
+        if count:
+            report.notes.append(f"nothing was measured for {count} of {len(found)} operators and sizes: {why}")
+    return told
+
+
+def _choice(places: Places, names: Sequence[str]) -> Choice | None:
+    """What the times say; None where the machine was too busy for them to say anything."""
+    with torch.inference_mode():
+        count = _turns(places)
+    calls = {name: _turn(places, name, count) for name in names}
+    if places.device.type == "cuda":
+        race = interleaved(calls, clock=GpuClock(places.device), effort=GPU_EFFORT, collect=False)
+    else:
+        race = interleaved(calls, clock=_Clock(), effort=EFFORT, collect=False)
+        if race.had_core < HAD_CORE:
+            return None
+    timings = race.timings
+    order: list[str] = [PLAIN]
+    for name in names:
+        if name != PLAIN and speedup(timings[name], timings[order[0]]).p20 >= FASTER:
+            order.insert(0, name)
+    return Choice(tuple(order), {name: timing.spread.median / count for name, timing in timings.items()})
+
+
+def _turns(places: Places) -> int:
+    """How many places take turns."""
+    call = _turn(places, PLAIN, 1)
+    call()
+    start = time.perf_counter()
+    call()
+    return max(1, min(len(places.tensors), int(_TURN_S / (time.perf_counter() - start))))
+
+
+def _turn(places: Places, name: str, count: int) -> Call:
+    """One call at each of ``count`` places, by the implementation ``name``."""
+    sites = [(ops.fixed(places.target, of, places.rest, name), of) for of in places.tensors[:count]]
+
+    def turn() -> None:
+        for run, tensors in sites:
+            run(*tensors)
+
+    return turn
+
+
+class _Clock:
+    """Wall time of calls that find the caches as others left them, as they do in a model."""
+
+    def block(self, call: Call, calls: int) -> float:
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        return (time.perf_counter() - start) / calls
+
+
+def _told(key: Key, places: Places, choice: Choice, pack: bool, new: bool) -> Measured:
+    weight = f"{key.n}x{key.k}" + ", transposed" * key.transposed + ", no bias" * (not key.bias)
+    return Measured(
+        key.op,
+        str(key.dtype).removeprefix("torch."),
+        weight,
+        key.rows,
+        choice.among(places.implementations(pack)),
+        dict(choice.seconds),
+        tuple(places.regions),
+        "now" if new else "before",
+    )

@@ -1,0 +1,191 @@
+"""What importing fxfuse loads, what optimize() keeps, and that nothing is kept of a model that is gone."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import linecache
+import pickle
+import subprocess
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import fx, nn
+
+import fxfuse
+from fxfuse.capture.region import Region
+from tests.models.answers import right
+from tests.optimize.model import MLP, WIDTH, PlusOne, Stack
+
+KEPT = (torch.Tensor, nn.Module, fx.Graph, fx.Node, Region)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def frozen() -> Iterator[None]:
+    """What there was before is left out of account, which makes a collection quick."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+def _alive() -> Counter[type]:
+    """How many objects there are of each kind that costs memory."""
+    gc.collect()
+    # isinstance() would ask objects that pretend to be others, such as mocks and dead proxies.
+    types = Counter(map(type, gc.get_objects()))
+    return Counter({kind: sum(n for cls, n in types.items() if issubclass(cls, kind)) for kind in KEPT})
+
+
+def test_import_brings_little_with_it():
+    """A tenth of a second beside torch's own: nothing of another package but tabulate, none of torch's compilers."""
+    script = "import sys, torch; before = set(sys.modules); import fxfuse; print(*set(sys.modules) - before)"
+    new = set(subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split())
+    packages = {name.partition(".")[0].lstrip("_") for name in new} - {n.lstrip("_") for n in sys.stdlib_module_names}
+    assert packages == {"fxfuse", "tabulate", "torch"}
+    assert sum(name.startswith("torch.") for name in new) < 10
+    assert not {name for name in new if name.startswith(("torch._dynamo", "torch._inductor", "torch._export"))}
+
+
+def _restored(optimized: nn.Module, x: torch.Tensor) -> Any:
+    return fxfuse.restore(optimized)
+
+
+def _taken_out(optimized: nn.Module, x: torch.Tensor) -> None:
+    optimized.blocks[0].scale = 3.0
+    for _ in range(100):
+        optimized(x)
+
+
+def _copied(optimized: nn.Module, x: torch.Tensor) -> None:
+    for one in (copy.deepcopy(optimized), copy.copy(optimized), pickle.loads(pickle.dumps(optimized))):
+        one(x)
+
+
+ENDS: dict[str, Callable[[nn.Module, torch.Tensor], Any]] = {
+    "dropped": lambda optimized, x: None,
+    "restored": _restored,
+    "regions taken out": _taken_out,
+    "copied": _copied,
+    "graphs": lambda optimized, x: fxfuse.graphs(optimized)[""](x),
+    "report": lambda optimized, x: str(fxfuse.report(optimized)),
+}
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("example", [False, True])
+@pytest.mark.parametrize("end", ENDS)
+def test_nothing_is_kept_of_a_model_that_is_gone(x, end, example, inplace):
+    def once() -> None:
+        model = Stack().eval()
+        optimized = fxfuse.optimize(model, x if example else None, inplace=inplace)
+        with torch.no_grad():
+            optimized(x)
+            ENDS[end](optimized, x)
+
+    once()  # what is made once and for all
+    before, sources = _alive(), _sources()
+    once()
+    assert _alive() == before
+    assert _sources() == sources
+
+
+def _sources() -> int:
+    return sum(name.startswith("<fxfuse") for name in linecache.cache)
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("example", [False, True])
+def test_what_an_optimized_model_keeps(x, example, inplace):
+    """One copy of the module objects, no other tensor, and nothing of the example."""
+    model = Stack().eval()
+    before = _alive()
+    given = x.clone()
+    gone = weakref.ref(given)
+    optimized = fxfuse.optimize(model, given if example else None, inplace=inplace)
+    with torch.no_grad():
+        optimized(given)
+    del given
+    after = _alive()
+    assert gone() is None
+    assert after[torch.Tensor] == before[torch.Tensor]
+    assert after[nn.Module] - before[nn.Module] == (0 if inplace else len([*optimized.modules()]))
+    # Restored in place, nothing is left even of that.
+    fxfuse.restore(optimized)
+    if inplace:
+        assert _alive() == before
+
+
+@pytest.mark.parametrize("example", [False, True])
+def test_replaced_parameters_are_let_go(x, example):
+    """A model loaded anew does not hold its old weights."""
+    optimized = fxfuse.optimize(Stack().eval(), x if example else None)
+    with torch.no_grad():
+        optimized(x)
+    fxfuse.graphs(optimized)
+    before = _alive()
+    new = {name: torch.randn_like(value) for name, value in optimized.state_dict().items()}
+    optimized.load_state_dict(new, assign=True)
+    del new
+    assert _alive() == before
+    with torch.no_grad():
+        optimized(x)
+    assert _alive() == before
+
+
+def test_no_weak_references_to_tensors(x):
+    """``.to()`` refuses to swap a Parameter that has one."""
+    model = Stack().eval()
+    for example in (None, x):
+        optimized = fxfuse.optimize(model, example)
+        with torch.no_grad():
+            optimized(x)
+        optimized(x).sum().backward()
+        for tensor in (*optimized.parameters(), *optimized.buffers()):
+            assert weakref.getweakrefcount(tensor) == 0
+
+
+def test_a_failed_optimize_keeps_nothing(x):
+    class Fails(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = MLP()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise ValueError("not today")
+
+    def once() -> None:
+        with pytest.warns(fxfuse.errors.ExampleWarning):
+            fxfuse.optimize(Fails().eval(), x)
+        with pytest.raises(fxfuse.errors.NothingFused):
+            fxfuse.optimize(PlusOne(), strict={"fuse"})
+
+    once()
+    before = _alive()
+    once()
+    assert _alive() == before
+
+
+def test_functions_and_graph_modules_are_not_kept(x):
+    weight = torch.randn(WIDTH, WIDTH)
+
+    def once() -> None:
+        def function(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+            return torch.relu(x @ w + b)
+
+        optimized = fxfuse.optimize(function)
+        with torch.no_grad():
+            assert right(optimized(x, weight, weight[0]), function, x, weight, weight[0])
+        gm = fxfuse.optimize(fx.symbolic_trace(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU())))
+        fxfuse.restore(gm)
+
+    once()
+    before, sources = _alive(), _sources()
+    once()
+    assert _alive() == before
+    assert _sources() == sources
