@@ -114,6 +114,17 @@ def test_ties_and_doubts_go_to_the_plain_sequence(onednn_took, choice, times, ta
     assert fxfuse.report(model).calls[""].fused == 1
 
 
+@pytest.mark.parametrize(
+    ("onednn_took", "choice"),
+    [((2.0,) * 5, "onednn"), ((2.0, 2.0, 2.2, 2.2, 2.2), "onednn"), ((2.2,) * 5, "plain")],
+    ids=["a tie", "doubtful", "slower"],
+)
+def test_ties_and_doubts_leave_what_is_expected(onednn_took, choice, times, monkeypatch):
+    monkeypatch.setattr(onednn, "_LEAST_WORK", {torch.float32: (1, 1)})
+    times.of["onednn"] = onednn_took
+    assert fxfuse.report(fxfuse.optimize(ffn(), randn(0, 4, K))).measured[0].taken == choice
+
+
 def test_a_plain_choice_holds_where_the_heuristic_says_otherwise(times, taken, monkeypatch):
     monkeypatch.setattr(onednn, "_LEAST_WORK", {torch.float32: (1, 1)})
     times.of["onednn"] = (3.0,) * 5

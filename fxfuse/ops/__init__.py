@@ -103,6 +103,13 @@ def implementations(
     return prepack.Weight.choices if pack else onednn.Weight.choices
 
 
+def expected(target: Callable[..., Tensor], tensors: Sequence[Tensor | None], rest: Sequence[Any]) -> str:
+    """The implementation that is taken for a call, one that has a ``key``, until something is measured."""
+    made: Any = _of_device(target, tensors[0])(*rest)
+    name: str = made.expected(*tensors)
+    return name
+
+
 def fixed(
     target: Callable[..., Tensor], tensors: Sequence[Tensor | None], rest: Sequence[Any], name: str
 ) -> Callable[..., Tensor]:
@@ -123,6 +130,7 @@ __all__ = [
     "LAYOUTS",
     "Activation",
     "Kept",
+    "expected",
     "fixed",
     "gated_linear",
     "gated_linear_packed",

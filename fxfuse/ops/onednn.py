@@ -221,8 +221,16 @@ class Weight:
         measured = choose.CHOICES.get(self.key(x, weight, bias)) if choose.CHOICES.any() else None
         if measured is not None:
             return measured.among(self.allowed())
+        return self._expected(x, weight, rows) if self._pays(x, weight, rows) else choose.PLAIN
+
+    def _pays(self, x: Tensor, weight: Tensor, rows: int) -> bool:
         n, k = weight.shape
-        return self._expected(x, weight, rows) if pays(x.dtype, n // self.parts, k, rows) else choose.PLAIN
+        return pays(x.dtype, n // self.parts, k, rows)
+
+    def expected(self, x: Tensor, weight: Tensor) -> str:
+        """The implementation that is taken for a call until something is measured, packed copies aside."""
+        bucket = (x.numel() // weight.shape[1]).bit_length()
+        return choose.ONEDNN if self._pays(x, weight, 1 << bucket >> 1) else choose.PLAIN
 
     def _expected(self, x: Tensor, weight: Tensor, rows: int) -> str:
         """The implementation where nothing was measured and oneDNN pays."""

@@ -44,6 +44,12 @@ class GatedSite:
         fits = up_weight.shape == gate_weight.shape and onednn.can(x, up_weight, up_bias)
         return self.gate.key(x, gate_weight, gate_bias) if fits else None
 
+    def expected(
+        self, x: Tensor, gate_weight: Tensor, gate_bias: Tensor | None, up_weight: Tensor, up_bias: Tensor | None
+    ) -> str:
+        """The implementation that is taken for this call until something is measured."""
+        return self.gate.expected(x, gate_weight, gate_bias)
+
 
 class PrepackedGatedSite(GatedSite):
     """The same with packed copies of weights, where those are wanted."""
@@ -98,6 +104,10 @@ class PackedSite:
     def key(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Key | None:
         """What a choice for this call is kept by; None where there is nothing to choose."""
         return self.whole.key(x, weight, bias)
+
+    def expected(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> str:
+        """The implementation that is taken for this call until something is measured."""
+        return self.whole.expected(x, weight, bias)
 
 
 class PrepackedPackedSite(PackedSite):

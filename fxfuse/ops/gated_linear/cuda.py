@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from fxfuse import choose
 from fxfuse.choose import Key
 from fxfuse.ops.gated_linear import plain
 from fxfuse.ops.gpu.product import Product
@@ -41,6 +42,12 @@ class GatedSite:
         """Names of the kernels that may compute this call."""
         return self.product.implementations(x, gate_weight, up_weight, gate_bias, up_bias)
 
+    def expected(
+        self, x: Tensor, gate_weight: Tensor, gate_bias: Tensor | None, up_weight: Tensor, up_bias: Tensor | None
+    ) -> str:
+        """The implementation that is taken for this call until something is measured."""
+        return self.product.expected(x, gate_weight, up_weight, gate_bias, up_bias)
+
 
 class PackedSite:
     """gated_linear_packed at one place of a region: right for any tensors, quick for those of the call before."""
@@ -71,6 +78,11 @@ class PackedSite:
         """Names of the kernels that may compute this call."""
         halves = self._halves(weight, bias)
         return () if halves is None else self.product.implementations(x, *halves)
+
+    def expected(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> str:
+        """The implementation that is taken for this call until something is measured."""
+        halves = self._halves(weight, bias)
+        return choose.PLAIN if halves is None else self.product.expected(x, *halves)
 
     def _halves(
         self, weight: Tensor, bias: Tensor | None

@@ -93,6 +93,12 @@ class Product:
         n, k = w0.shape
         return implementations(x.get_device(), (x.numel() // k).bit_length(), n, k)
 
+    def expected(self, x: Tensor, w0: Tensor, w1: Tensor, bias0: Tensor | None, bias1: Tensor | None) -> str:
+        """The implementation that is taken for a call that `fits` until something is measured."""
+        (n, k), rows = w0.shape, x.numel() // w0.shape[1]
+        epilogue = Epilogue(self.act, self.act_args, self.gated, bias0 is not None, x.dtype)
+        return expected(self.implementations(x, w0, w1, bias0, bias1), rows, n, k, epilogue, x.get_device())
+
     def fits(self, x: Tensor, w0: Tensor, w1: Tensor, bias0: Tensor | None, bias1: Tensor | None) -> bool:
         """Whether kernels read the operands as the operator means them: what a region vouches for `run` counts on."""
         if not self.gated:

@@ -50,6 +50,10 @@ class Site:
         chosen = onednn.has(x.dtype) and onednn.can(x, weight, bias) and x.numel()
         return self.weight.key(x, weight, bias) if chosen else None
 
+    def expected(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> str:
+        """The implementation that is taken for this call until something is measured."""
+        return self.weight.expected(x, weight)
+
 
 class PrepackedSite(Site):
     """The same with packed copies of weights, where those are wanted."""

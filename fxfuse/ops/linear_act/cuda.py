@@ -37,6 +37,10 @@ class Site:
         """Names of the kernels that may compute this call."""
         return self.product.implementations(x, weight, weight, bias, None)
 
+    def expected(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> str:
+        """The implementation that is taken for this call until something is measured."""
+        return self.product.expected(x, weight, weight, bias, None)
+
 
 @functools.lru_cache(maxsize=256)
 def _shared(act: str, act_args: tuple[float, ...], _shape: tuple[int, ...]) -> Site:
