@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from fxfuse.capture.value import Untraceable
+from fxfuse.capture.written_out import WRITTEN_OUT
 
 TRACER = "_fxfuse_tracer"
 _NOT_WATCHED = frozenset(nn.Module().__dict__) - {"training"} | {TRACER}
@@ -58,6 +59,8 @@ def watched(cls: Any) -> type[nn.Module]:
         "__getattr__": __getattr__,
         "__getattribute__": __getattribute__,
     }
+    if cls in WRITTEN_OUT:
+        names["forward"] = WRITTEN_OUT[cls]
     return type(cls.__name__, (cls,), names)
 
 
