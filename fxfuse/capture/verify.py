@@ -101,13 +101,21 @@ def _compare(region: Region, owner: Any, ours: Any, reference: Any, expected: An
 
 
 class _Draws(TorchDispatchMode):
-    """Whether an operator drew random numbers. Their state would not tell: other threads draw from it as well."""
+    """Whether an operator drew random numbers.
+
+    Their state over the whole run would not tell, since other threads draw from it as well. Nor does an operator's tag
+    alone: attention has it for its dropout, which is 0.
+    """
 
     seen = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
-        self.seen |= torch.Tag.nondeterministic_seeded in func.tags
-        return func(*args, **(kwargs or {}))
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **(kwargs or {}))
+        state = torch.random.get_rng_state()
+        result = func(*args, **(kwargs or {}))
+        self.seen |= not torch.equal(torch.random.get_rng_state(), state)
+        return result
 
 
 def _as_called(region: Region, owner: Any, values: list[Any]) -> Any:

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fxfuse
+from fxfuse.capture import verify
 from fxfuse.ops import onednn
 
 
@@ -24,3 +25,35 @@ def test_an_implementation_that_errs_is_found(function, monkeypatch):
     report = fxfuse.report(optimized)
     assert not report.fused
     assert any(u.reason.startswith("was wrong on the example: output 0") for u in report.uncaptured)
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.fc, self.proj = nn.Linear(16, 48), nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).chunk(3, -1)
+        x = x + F.scaled_dot_product_attention(q, k, v)
+        return x + self.proj(F.gelu(self.fc(x)))
+
+
+def test_attention_without_dropout_draws_nothing():
+    for seed in range(10):
+        torch.manual_seed(seed)
+        report = fxfuse.report(fxfuse.optimize(Attention().eval(), (torch.randn(2, 5, 16),)))
+        assert [e.rule for e in report.fused] == ["linear_act"], report
+
+
+def test_what_draws_random_numbers():
+    q = torch.randn(1, 2, 4, 8)
+    for call, draws in (
+        (lambda: F.scaled_dot_product_attention(q, q, q), False),
+        (lambda: F.scaled_dot_product_attention(q, q, q, dropout_p=0.5), True),
+        (lambda: F.dropout(q, 0.5), True),
+        (lambda: torch.rand(3), True),
+        (lambda: torch.relu(q), False),
+    ):
+        with verify._Draws() as seen:
+            call()
+        assert seen.seen == draws
