@@ -14,6 +14,7 @@ from fxfuse.capture.arguments import Arguments
 from fxfuse.capture.assumed import Assumed
 from fxfuse.capture.body import read_targets
 from fxfuse.capture.names import Name, names_of
+from fxfuse.capture.tracer import LOCK
 from fxfuse.engine import Rewriting
 from fxfuse.spellings import MODULES
 
@@ -92,7 +93,8 @@ class _Writer:
         for (op, target), dtype in self.assumed.dtypes.items():
             reach = arguments.free[target] if op == "placeholder" else self._reach_tensor(target)
             checks.append(assumptions.of_dtype(target, reach, dtype))
-        checks += [assumptions.of_name(name, self.scope) for name in self._names()]
+        with LOCK:  # while another thread traces, others stand in for some of a file's functions
+            checks += [assumptions.of_name(name, self.scope) for name in self._names()]
         checks += self._of_reads()
         return [*checks, assumptions.of_gradients(arguments, "self" if self.on_module else None)]
 
