@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from fxfuse.capture.arguments import Recorded
 from fxfuse.capture.asked import RandomStates
+from fxfuse.capture.tracer import LOCK
 from fxfuse.capture.tree import copy_tree, is_opaque, preserved
 
 
@@ -82,9 +83,11 @@ def trial_copy(model: nn.Module) -> nn.Module:
 def trial_run(model: nn.Module) -> Iterator[None]:
     """No gradients, no lasting random state, no writes into parameters."""
     devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
-    states = RandomStates()
+    with LOCK:
+        states = RandomStates()
     try:
-        with torch.random.fork_rng(devices=devices), torch.no_grad(), _Protect(model), preserved(model):
+        # One at a time: two threads at torch's random state, one of them under a mode, wait for each other for ever.
+        with LOCK, torch.random.fork_rng(devices=devices), torch.no_grad(), _Protect(model), preserved(model):
             yield
     finally:
         states.put_back()

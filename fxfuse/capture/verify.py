@@ -15,6 +15,7 @@ from fxfuse import numerics
 from fxfuse.capture.body import read_targets
 from fxfuse.capture.record import own, trial_copy, trial_run
 from fxfuse.capture.region import Region
+from fxfuse.capture.tracer import LOCK
 from fxfuse.facts import Fact
 from fxfuse.ops.door import PLAIN_TYPES
 
@@ -55,7 +56,7 @@ def _checking(region: Region, module: nn.Module, wrong: dict[str, str]) -> Any:
 
 def function_differs(region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     """How a function's graph differs from the function on these arguments; "" where it does not."""
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
+    with LOCK, torch.random.fork_rng(devices=[]), torch.no_grad():
         return _judged(region, None, region.owner, args, kwargs)[1]
 
 
