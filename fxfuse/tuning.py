@@ -14,9 +14,8 @@ from torch import Tensor, fx, nn
 
 from fxfuse import choose, ops
 from fxfuse.bench.timer import Call, Effort, GpuClock, interleaved, speedup
-from fxfuse.capture.record import own, trial_copy, trial_run
+from fxfuse.capture.record import own, trial_copy, trial_run, undisturbed
 from fxfuse.capture.region import Region
-from fxfuse.capture.tracer import LOCK
 from fxfuse.capture.verify import placeholders
 from fxfuse.choose import PLAIN, Choice, Key
 from fxfuse.report import Measured, Report
@@ -118,7 +117,7 @@ def _recording(region: Region, module: nn.Module, found: Found) -> Callable[...,
 def of_function_example(region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Found:
     """The operators that a function's region calls on the example."""
     found: Found = {}
-    with LOCK, torch.no_grad(), torch.random.fork_rng(devices=[]):
+    with undisturbed():
         _Recorder(region.graph_module(), "", found).run(*placeholders(region, (own(args), own(kwargs))))
     return found
 

@@ -67,7 +67,7 @@ def measure(
     A variant that does not apply, raises, or answers wrongly is never timed; it is named in ``left_out``. Raises
     BadTarget without example inputs, and TargetRaised where the model itself raises.
     """
-    device = _device(target)
+    device = target.device
     names = peers.columns(device.type) if names is None else names
     wanted = [name for name in peers.PEERS if name in names or name in ALWAYS]
     # What torch.compile learned about the sizes of the target before would change the code that it makes for this one.
@@ -99,7 +99,7 @@ def measure(
     return Result(
         label=label or target.name,
         device=device.type,
-        dtype=str(_dtype(target)).removeprefix("torch."),
+        dtype=str(target.dtype).removeprefix("torch."),
         timings=race.timings,
         had_core=race.had_core,
         setup_s={name: variant.setup_s for name, variant in built.items()},
@@ -137,16 +137,3 @@ def launched_kernels(call: Callable[[], object]) -> int:
 
 def _bound(run: peers.Run, args: tuple[object, ...], kwargs: dict[str, object]) -> Callable[[], object]:
     return lambda: run(*args, **kwargs)
-
-
-def _tensors(target: Target) -> list[torch.Tensor]:
-    leaves = torch.utils._pytree.tree_leaves(target.example())
-    return [*target.model.parameters(), *(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))]
-
-
-def _device(target: Target) -> torch.device:
-    return next((t.device for t in _tensors(target)), torch.device("cpu"))
-
-
-def _dtype(target: Target) -> torch.dtype:
-    return next((t.dtype for t in _tensors(target) if t.is_floating_point()), torch.get_default_dtype())

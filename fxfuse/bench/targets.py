@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fxfuse.bench.models import BUILT_IN
 from fxfuse.errors import FxfuseError
@@ -44,6 +44,19 @@ class Target:
                 "Return (model, args) or (model, args, kwargs)."
             )
         return self.args, self.kwargs
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The model's parameters and the example's tensors."""
+        return [*self.model.parameters(), *(leaf for leaf in tree_leaves(self.example()) if isinstance(leaf, Tensor))]
+
+    @property
+    def device(self) -> torch.device:
+        return next((t.device for t in self.tensors), torch.device("cpu"))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next((t.dtype for t in self.tensors if t.is_floating_point()), torch.get_default_dtype())
 
 
 def load(spec: str, *, device: str | None = None, dtype: str | None = None, rows: int = 512) -> Target:

@@ -18,10 +18,10 @@ from fxfuse.capture.arguments import Recorded, plan
 from fxfuse.capture.body import copied
 from fxfuse.capture.copies import protect
 from fxfuse.capture.installed import Installed
-from fxfuse.capture.record import own, record
+from fxfuse.capture.record import own, record, undisturbed
 from fxfuse.capture.region import Region
 from fxfuse.capture.rewritten import build_region, gains
-from fxfuse.capture.tracer import LOCK, trace_function
+from fxfuse.capture.tracer import trace_function
 from fxfuse.capture.tree import ROOT, copy_tree
 from fxfuse.capture.value import Untraceable
 from fxfuse.capture.verify import differing, function_differs
@@ -107,7 +107,7 @@ def optimize_function(function: Callable[..., Any], example: Example, options: O
     report = Report(getattr(function, "__name__", "function"))
     if example is not None:
         try:
-            with LOCK, torch.no_grad(), torch.random.fork_rng(devices=[]):
+            with undisturbed():
                 function(*own(example[0]), **own(example[1]))
         except Exception as error:
             _without_example(function, error, report)

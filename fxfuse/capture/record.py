@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -80,17 +80,27 @@ def trial_copy(model: nn.Module) -> nn.Module:
 
 
 @contextmanager
+def undisturbed(devices: Sequence[int] = ()) -> Iterator[None]:
+    """No gradients, and torch's random numbers (those of the GPUs ``devices`` too) go on after it as before.
+
+    One thread at a time: two that handle torch's random state, one of them under a mode, can wait for each other for
+    ever.
+    """
+    with LOCK, torch.random.fork_rng(devices=devices), torch.no_grad():
+        yield
+
+
+@contextmanager
 def trial_run(model: nn.Module) -> Iterator[None]:
     """No gradients, no lasting random state, no writes into parameters."""
     devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
     with LOCK:
         states = RandomStates()
-    try:
-        # One at a time: two threads at torch's random state, one of them under a mode, wait for each other for ever.
-        with LOCK, torch.random.fork_rng(devices=devices), torch.no_grad(), _Protect(model), preserved(model):
-            yield
-    finally:
-        states.put_back()
+        try:
+            with undisturbed(devices), _Protect(model), preserved(model):
+                yield
+        finally:
+            states.put_back()
 
 
 def own(values: Any) -> Any:

@@ -13,9 +13,8 @@ from torch.utils._pytree import tree_flatten, tree_leaves
 
 from fxfuse import numerics
 from fxfuse.capture.body import read_targets
-from fxfuse.capture.record import own, trial_copy, trial_run
+from fxfuse.capture.record import own, trial_copy, trial_run, undisturbed
 from fxfuse.capture.region import Region
-from fxfuse.capture.tracer import LOCK
 from fxfuse.facts import Fact
 from fxfuse.ops.door import PLAIN_TYPES
 
@@ -56,7 +55,7 @@ def _checking(region: Region, module: nn.Module, wrong: dict[str, str]) -> Any:
 
 def function_differs(region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     """How a function's graph differs from the function on these arguments; "" where it does not."""
-    with LOCK, torch.random.fork_rng(devices=[]), torch.no_grad():
+    with undisturbed():
         return _judged(region, None, region.owner, args, kwargs)[1]
 
 

@@ -2,7 +2,7 @@
 
 `torch.ops.mkldnn._linear_pointwise(x, weight, bias, attr, scalars, algorithm)` computes attr(linear(x, weight, bias))
 and its `.binary(x, other, weight, bias, "mul")` overload linear(x, weight, bias) * other, both while the product is
-still in registers or cache. They have no derivative, are missing from some builds, and check little: `takes` does.
+still in registers or cache. They have no derivative, are missing from some builds, and check little: `can` does.
 """
 
 from collections.abc import Callable, Sequence

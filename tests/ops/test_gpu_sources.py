@@ -10,7 +10,7 @@ import torch
 from fxfuse.ops.activations import ACTIVATIONS
 from fxfuse.ops.gpu import decode, hopper
 from fxfuse.ops.gpu.product import eager_microseconds
-from fxfuse.ops.gpu.source import _C_NAMES, Epilogue, source
+from fxfuse.ops.gpu.source import _C_NAMES, Epilogue
 
 ACTS = ["", *ACTIVATIONS]
 
@@ -19,20 +19,9 @@ def epilogue(act: str, *, gated: bool = False, bias: bool = True, dtype: torch.d
     return Epilogue(act, ACTIVATIONS[act].defaults if act else (), gated, bias, dtype)
 
 
-def hopper_source(of: Epilogue, wn: int) -> str:
-    stages, sets, _ = hopper._memory(wn, of.gated)
-    constants = {"WN": wn, "STAGES": stages, "SLAB_SETS": sets, "GROUP": 8}
-    return source("hopper.cu", of, constants, hopper._multiply(wn, "bf16"))
-
-
-def decode_source(of: Epilogue, rows: int) -> str:
-    constants = dict(zip(("TOKENS", "WARPS", "DEPTH"), decode._shape(rows, of.gated), strict=True))
-    return source("decode.cu", of, constants, decode._multiply("bf16"))
-
-
 @pytest.mark.parametrize("act", ACTS)
 def test_every_activation_has_a_device_function_of_its_parameters(act):
-    text = hopper_source(epilogue(act), 128)
+    text = hopper.kernel_source(epilogue(act), 128)
     name = _C_NAMES.get(act, act)
     (parameters,) = re.findall(rf"__forceinline__ float {name}\(([^)]*)\)", text)
     assert parameters.count("float") == 1 + len(epilogue(act).act_args)
@@ -53,8 +42,8 @@ def test_shared_memory_fits(wn, gated):
 @pytest.mark.parametrize("gated", [False, True])
 def test_kernels_compile_without_spilling_much(gated, tmp_path):
     for name, text in {
-        "hopper": hopper_source(epilogue("gelu", gated=gated), 192),
-        "decode": decode_source(epilogue("gelu", gated=gated), 15),
+        "hopper": hopper.kernel_source(epilogue("gelu", gated=gated), 192),
+        "decode": decode.kernel_source(epilogue("gelu", gated=gated), decode._shape(15, gated)),
     }.items():
         file = tmp_path / f"{name}.cu"
         file.write_text(text)

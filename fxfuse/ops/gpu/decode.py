@@ -35,11 +35,16 @@ def takes(rows: int, n: int, k: int) -> bool:
 @functools.cache
 def kernel(epilogue: Epilogue, shape: tuple[int, int, int], device: int) -> Kernel:
     """Compiled and loaded on ``device``, once a process. CudaError where that fails."""
-    constants = dict(zip(("TOKENS", "WARPS", "DEPTH"), shape, strict=True))
-    text = source("decode.cu", epilogue, constants, _multiply(DTYPES[epilogue.dtype]))
     major, minor = torch.cuda.get_device_capability(device)
     with torch.cuda.device(device):
-        return Kernel(compile_kernel(text, f"sm_{major}{minor}"), "linear", shape[1] * 32, 0)
+        code = compile_kernel(kernel_source(epilogue, shape), f"sm_{major}{minor}")
+        return Kernel(code, "linear", shape[1] * 32, 0)
+
+
+def kernel_source(epilogue: Epilogue, shape: tuple[int, int, int]) -> str:
+    """The CUDA C++ of the kernel."""
+    constants = dict(zip(("TOKENS", "WARPS", "DEPTH"), shape, strict=True))
+    return source("decode.cu", epilogue, constants, _multiply(DTYPES[epilogue.dtype]))
 
 
 def _multiply(kind: str) -> str:

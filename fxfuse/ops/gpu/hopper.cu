@@ -2,7 +2,8 @@
 // turns, so that one's epilogue runs while the tensor cores work for the other. The host (hopper.py) writes before this:
 //
 //   WN       weight rows of a tile, a multiple of 64 up to 192; GATED: WN/2 of the gate's weight and WN/2 of up's
-//   STAGES   tiles in flight
+//   BM, BK   rows of x, and columns, of a tile; CLUSTER: blocks along M that share each weight tile, 2
+//   STAGES   tiles in flight; SLAB: columns of y that leave together
 //   SLAB_SETS   1 or 2: with 2 the halves of a tile do not wait for each other to leave shared memory
 //   GROUP    tile rows that are walked before the next tile column, so that they meet in the L2 cache
 //   GATED, BIAS   0 or 1; ACT(v)   the activation; pack(lo, hi), to_float(bits)   to the 16-bit type and back
@@ -14,11 +15,10 @@
 
 struct alignas(64) TensorMap { u64 opaque[16]; };
 
-constexpr int BM = 128, BK = 64, CLUSTER = 2;       // two blocks along M share each weight tile
 constexpr int OUT = GATED ? WN / 2 : WN;            // columns of y in a tile
 constexpr int HALF = WN / 2;                        // weight rows that one copy brings
 constexpr int A_BYTES = BM * BK * 2, HALF_BYTES = HALF * BK * 2, STAGE_BYTES = A_BYTES + 2 * HALF_BYTES;
-constexpr int SLAB = 32, SLABS = OUT / SLAB;        // y leaves in slabs of 64 rows x 32 columns
+constexpr int SLABS = OUT / SLAB;                   // y leaves in slabs of 64 rows x SLAB columns
 constexpr int SLAB_BYTES = 64 * SLAB * 2, C_BYTES = SLABS * SLAB_BYTES;
 constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
 

@@ -55,11 +55,17 @@ def _memory(wn: int, gated: bool) -> tuple[int, int, int]:
 @functools.cache
 def kernel(epilogue: Epilogue, wn: int, device: int) -> Kernel:
     """Compiled and loaded on ``device``, once a process. CudaError where that fails."""
-    stages, sets, memory = _memory(wn, epilogue.gated)
-    constants = {"WN": wn, "STAGES": stages, "SLAB_SETS": sets, "GROUP": _GROUP}
-    text = source("hopper.cu", epilogue, constants, _multiply(wn, DTYPES[epilogue.dtype]))
+    _, _, memory = _memory(wn, epilogue.gated)
     with torch.cuda.device(device):
-        return Kernel(compile_kernel(text, "sm_90a"), "linear", _THREADS, memory)
+        return Kernel(compile_kernel(kernel_source(epilogue, wn), "sm_90a"), "linear", _THREADS, memory)
+
+
+def kernel_source(epilogue: Epilogue, wn: int) -> str:
+    """The CUDA C++ of the kernel."""
+    stages, sets, _ = _memory(wn, epilogue.gated)
+    constants = {"BM": _BM, "BK": _BK, "CLUSTER": _CLUSTER, "SLAB": _SLAB, "GROUP": _GROUP}
+    constants |= {"WN": wn, "STAGES": stages, "SLAB_SETS": sets}
+    return source("hopper.cu", epilogue, constants, _multiply(wn, DTYPES[epilogue.dtype]))
 
 
 def _multiply(wn: int, kind: str) -> str:
