@@ -50,8 +50,13 @@ class Key(NamedTuple):
     @property
     def rows(self) -> str:
         """The row counts of the bucket, as ``1`` or ``512-1023``."""
-        least = 1 << self.bucket >> 1
+        least = least_rows(self.bucket)
         return str(least) if self.bucket < 2 else f"{least}-{2 * least - 1}"
+
+
+def least_rows(bucket: int) -> int:
+    """The least row count of a bucket."""
+    return 1 << bucket >> 1
 
 
 class Choice(NamedTuple):

@@ -144,7 +144,7 @@ def recording(model: Any, regions: Sequence[Region]) -> Iterator[Found]:
 def _recording_body(region: Region, found: Found) -> Callable[..., Any]:
     gm = region.graph_module()
     count = len(region.arguments.free)
-    first = 1 if isinstance(region.owner, nn.Module) else 0
+    first = 1 if region.on_module else 0
 
     def body(*values: Any) -> Any:
         return _Recorder(gm, region.path, found).run(*values[first : first + count])

@@ -67,7 +67,7 @@ class _Writer:
 
     def __init__(self, region: Any, assumed: Assumed):
         self.region, self.assumed = region, assumed
-        self.on_module = isinstance(region.owner, nn.Module)
+        self.on_module = region.on_module
         self.own = ["self"] if self.on_module else []
         self.local: dict[str, str] = {"": "self"} if self.on_module else {}
         """Module path -> the name that it has in the source."""

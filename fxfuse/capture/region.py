@@ -99,7 +99,7 @@ class Region:
     def new_body(self) -> Callable[..., Any]:
         """The graph as a function whose sites have found out nothing yet."""
         body = compile_body(self.graph, self.path or "root", self.store)
-        return body if isinstance(self.owner, nn.Module) else functools.partial(body, None)
+        return body if self.on_module else functools.partial(body, None)
 
     # calls that do not take the graph
 

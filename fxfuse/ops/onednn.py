@@ -202,8 +202,8 @@ class Weight:
             return None
         k = weight.shape[1]
         bucket = (x.numel() // k).bit_length()
-        # The least number of rows of the bucket: eager where in doubt.
-        rows = 1 << bucket >> 1
+        # The least of the bucket: eager where in doubt.
+        rows = choose.least_rows(bucket)
         strides = None if weight.is_contiguous() else weight.stride()
         way = None
         if self._implementation(x, weight, bias, rows) != choose.PLAIN:
@@ -221,20 +221,12 @@ class Weight:
         measured = choose.CHOICES.get(self.key(x, weight, bias)) if choose.CHOICES.any() else None
         if measured is not None:
             return measured.among(self.allowed())
-        return self._expected(x, weight, rows) if self._pays(x, weight, rows) else choose.PLAIN
+        return self.expected(x, weight, rows)
 
-    def _pays(self, x: Tensor, weight: Tensor, rows: int) -> bool:
+    def expected(self, x: Tensor, weight: Tensor, rows: int) -> str:
+        """The implementation for a bucket of rows where nothing was measured; ``rows``: the least of it."""
         n, k = weight.shape
-        return pays(x.dtype, n // self.parts, k, rows)
-
-    def expected(self, x: Tensor, weight: Tensor) -> str:
-        """The implementation that is taken for a call until something is measured, packed copies aside."""
-        bucket = (x.numel() // weight.shape[1]).bit_length()
-        return choose.ONEDNN if self._pays(x, weight, 1 << bucket >> 1) else choose.PLAIN
-
-    def _expected(self, x: Tensor, weight: Tensor, rows: int) -> str:
-        """The implementation where nothing was measured and oneDNN pays."""
-        return choose.ONEDNN
+        return choose.ONEDNN if pays(x.dtype, n // self.parts, k, rows) else choose.PLAIN
 
     def allowed(self) -> tuple[str, ...]:
         return self.choices

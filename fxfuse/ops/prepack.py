@@ -128,10 +128,11 @@ class Weight(onednn.Weight):
         self._buckets = self._buckets | {bucket} if wanted else self._buckets - {bucket}
         return name
 
-    def _expected(self, x: Tensor, weight: Tensor, rows: int) -> str:
+    def expected(self, x: Tensor, weight: Tensor, rows: int) -> str:
+        name = super().expected(x, weight, rows)
         # For one fp32 row oneDNN has a kernel that reads the weight as it lies, as fast as from a copy or faster.
         row_kernel = rows == 1 and x.dtype is torch.float32 and weight.is_contiguous()
-        return choose.ONEDNN if row_kernel or self._refused else choose.ONEDNN_PACKED
+        return name if name == choose.PLAIN or row_kernel or self._refused else choose.ONEDNN_PACKED
 
     def operand(self, x: Tensor, weight: Tensor) -> Tensor:
         """What oneDNN is to be given as the weight, where ``way`` says that it is to be given anything."""

@@ -178,7 +178,7 @@ def implementations(device: int, bucket: int, n: int, k: int) -> tuple[str, ...]
     names: list[str] = []
     if _serves(decode.serves, device) and decode.takes((1 << bucket) - 1, n, k):
         names.append("decode")
-    if _serves(hopper.serves, device) and hopper.takes(1 << bucket >> 1, n, k):
+    if _serves(hopper.serves, device) and hopper.takes(choose.least_rows(bucket), n, k):
         names += [f"hopper{wn}" for wn in hopper.TILES]
     return tuple(names)
 

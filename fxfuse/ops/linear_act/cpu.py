@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from fxfuse import choose
 from fxfuse.choose import Key
 from fxfuse.ops import onednn, prepack
 from fxfuse.ops.activations import activation
@@ -52,7 +53,8 @@ class Site:
 
     def expected(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> str:
         """The implementation that is taken for this call until something is measured."""
-        return self.weight.expected(x, weight)
+        bucket = (x.numel() // weight.shape[1]).bit_length()
+        return self.weight.expected(x, weight, choose.least_rows(bucket))
 
 
 class PrepackedSite(Site):
