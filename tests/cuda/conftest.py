@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fxfuse.ops.gpu.driver import Kernel
+from fxfuse.ops.gpu.driver import Launcher
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -30,14 +30,14 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
 
 
 @pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> list[Kernel]:
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launcher]:
     """The kernels of our own that were launched."""
-    launched: list[Kernel] = []
-    launch = Kernel.launch
+    launched: list[Launcher] = []
+    launch = Launcher.launch
 
-    def noted(kernel: Kernel, *args: object) -> None:
-        launched.append(kernel)
-        launch(kernel, *args)
+    def noted(launcher: Launcher, blocks: int, stream: int) -> None:
+        launched.append(launcher)
+        launch(launcher, blocks, stream)
 
-    monkeypatch.setattr(Kernel, "launch", noted)
+    monkeypatch.setattr(Launcher, "launch", noted)
     return launched

@@ -11,12 +11,22 @@ from torch import Tensor
 
 from fxfuse import ops
 from fxfuse.ops.activations import ACTIVATIONS
-from fxfuse.ops.gpu import decode, hopper
+from fxfuse.ops.gpu import decode, hopper, stream
 from fxfuse.ops.gpu.product import Product, implementations
 
 ACTS = ["", *ACTIVATIONS]
 SIZES = {
     "decode": [(1, 264, 520), (7, 40, 13), (8, 1024, 512), (15, 4096, 264)],
+    # One row and many, tiles that are split and not, more than one warpgroup.
+    "stream": [
+        (1, 264, 520),
+        (16, 40, 13),
+        (33, 1024, 512),
+        (64, 4096, 264),
+        (100, 328, 1000),
+        (20, 72, 13000),
+        (127, 72, 13000),
+    ],
     "hopper192": [(300, 264, 520), (1000, 1032, 200), (513, 256, 8), (256, 768, 384)],
     "hopper128": [(257, 328, 1000), (129, 256, 64)],
 }
@@ -24,7 +34,7 @@ SIZES = {
 
 @pytest.fixture(params=SIZES)
 def kernel(request: pytest.FixtureRequest) -> str:
-    serves = decode.serves if request.param == "decode" else hopper.serves
+    serves = {"decode": decode.serves, "stream": stream.serves}.get(request.param, hopper.serves)
     if not serves(0):
         pytest.skip(f"{request.param} does not run on this GPU")
     return request.param
@@ -94,7 +104,7 @@ SPECIAL = [math.nan, math.inf, -math.inf, 3e38, -3e38, 1e30, -1e30, 1e13, -1e13,
 
 @pytest.mark.parametrize("act", ACTS)
 def test_nan_and_inf_stand_where_eager_has_them(kernel, act):
-    dtype, rows = torch.bfloat16, 3 if kernel == "decode" else 300
+    dtype, rows = torch.bfloat16, 300 if kernel.startswith("hopper") else 3
     bias = torch.tensor(SPECIAL, dtype=torch.float64).to(dtype).cuda()
     x, weight = torch.zeros(rows, 256, dtype=dtype).cuda(), torch.zeros(len(SPECIAL), 256, dtype=dtype).cuda()
     y = Product(act, arguments(act), gated=False, only=kernel).run(x, weight, weight, bias, None)
@@ -126,6 +136,30 @@ def test_weights_that_moved_and_other_rows(kernel, dtype):
     for rows, k, n in (*SIZES[kernel], *SIZES[kernel]):
         tensors = operands(rows, k, n, dtype, gated=True, bias=True)
         assert_right(product.run(*tensors), "gelu", True, tensors)
+
+
+LAYOUTS = {
+    "transposed": lambda n, k, **of: torch.empty(2, k, n, **of).transpose(1, 2),
+    "columns of one": lambda n, k, **of: torch.empty(k, 2 * n, **of).t().unflatten(0, (2, n)),
+    "even and odd rows": lambda n, k, **of: torch.empty(n, 2, k, **of).transpose(0, 1),
+    "wider rows": lambda n, k, **of: torch.empty(2, n, k + 8, **of)[..., :k],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("gated", [False, True], ids=["linear", "gated"])
+def test_weights_are_read_where_they_lie(kernel, layout, gated, dtype, poisoned):
+    for rows, k, n in SIZES[kernel]:
+        n += -n % 8
+        tensors = operands(rows, k, n, dtype, gated=gated, bias=True)
+        weights = LAYOUTS[layout](n, k, device="cuda", dtype=dtype)
+        tensors[1:3] = weights[0].copy_(tensors[1]), weights[1 if gated else 0].copy_(tensors[2])
+        y = Product("gelu", (), gated=gated, only=kernel).run(*tensors)
+        if kernel == "decode" or (kernel == "hopper192" and layout in ("transposed", "columns of one")):
+            assert y is None
+        else:
+            assert y is not None
+            assert_right(y, "gelu", gated, tensors)
 
 
 def test_leading_dimensions(kernel, dtype):
@@ -255,9 +289,10 @@ def test_more_than_2_31_elements():
 @pytest.mark.parametrize(
     ("rows", "n", "k", "expected"),
     [
-        (1, 4096, 4096, ("decode", "hopper192", "hopper128")),
-        (16, 4096, 4096, ("hopper192", "hopper128")),
-        (1, 4097, 4096, ("decode",)),
+        (1, 4096, 4096, ("stream", "decode", "hopper192", "hopper128")),
+        (16, 4096, 4096, ("stream", "hopper192", "hopper128")),
+        (128, 4096, 4096, ("hopper192", "hopper128")),
+        (1, 4097, 4096, ("stream", "decode")),
         (1, 4096, 4097, ()),
         (512, 4096, 128, ()),
     ],
@@ -265,4 +300,4 @@ def test_more_than_2_31_elements():
 def test_which_kernels_compute_a_size(rows, n, k, expected):
     if not hopper.serves(0):
         pytest.skip("not a Hopper GPU")
-    assert implementations(0, rows.bit_length(), n, k) == expected
+    assert implementations(0, rows.bit_length(), torch.empty(n, k)) == expected

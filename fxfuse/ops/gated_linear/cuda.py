@@ -87,8 +87,8 @@ class PackedSite:
     def _halves(
         self, weight: Tensor, bias: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None] | None:
-        """Weights and biases of gate and up, where each is a block of whole rows: kernels read them where they lie."""
-        if self.layout not in plain.BLOCKS or weight.dim() != 2 or weight.shape[0] % 2:
+        """Weights and biases of gate and up, as kernels read them where they lie: of biases, only whole blocks."""
+        if weight.dim() != 2 or weight.shape[0] % 2 or (self.layout not in plain.BLOCKS and bias is not None):
             return None
         gate, up = self.unpacked(weight)
         gate_bias, up_bias = (None, None) if bias is None else self.unpacked_bias(bias)
@@ -119,7 +119,11 @@ def gated_linear(
 def gated_linear_packed(
     x: Tensor, weight: Tensor, bias: Tensor | None, act: str, act_args: Sequence[float], layout: str
 ) -> Tensor:
-    if layout in plain.BLOCKS and weight.dim() == 2 and weight.shape[0] % 2 == 0 and (bias is None or bias.dim() == 1):
+    if (
+        weight.dim() == 2
+        and weight.shape[0] % 2 == 0
+        and (bias is None or (bias.dim() == 1 and layout in plain.BLOCKS))
+    ):
         gate, up = plain.unpack(weight, layout, 0)
         gate_bias, up_bias = (None, None) if bias is None else plain.unpack(bias, layout, 0)
         site = _shared(act, tuple(act_args), tuple(gate.shape))

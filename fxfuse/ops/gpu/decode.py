@@ -9,7 +9,7 @@ import threading
 import torch
 from torch import Tensor
 
-from fxfuse.ops.gpu.driver import Kernel, compile_kernel
+from fxfuse.ops.gpu.driver import Kernel, Launcher, compile_kernel
 from fxfuse.ops.gpu.source import DTYPES, Epilogue, source
 
 MOST_ROWS = 15
@@ -44,7 +44,7 @@ def kernel(epilogue: Epilogue, shape: tuple[int, int, int], device: int) -> Kern
 def kernel_source(epilogue: Epilogue, shape: tuple[int, int, int]) -> str:
     """The CUDA C++ of the kernel."""
     constants = dict(zip(("TOKENS", "WARPS", "DEPTH"), shape, strict=True))
-    return source("decode.cu", epilogue, constants, _multiply(DTYPES[epilogue.dtype]))
+    return source(("decode.cu",), epilogue, constants, _multiply(DTYPES[epilogue.dtype]))
 
 
 def _multiply(kind: str) -> str:
@@ -62,14 +62,13 @@ class Launch:
 
     def __init__(self, epilogue: Epilogue, rows: int, n: int, k: int, device: int):
         """For ``rows`` at most."""
-        self.kernel = kernel(epilogue, _shape(rows, epilogue.gated), device)
         self.device, self.lock = device, threading.Lock()
         self.blocks = -(-n // (8 if epilogue.gated else 16))
         self.pointers = (ctypes.c_void_p * 6)()
         self.numbers = (ctypes.c_int * 3)(0, n, k)
         pointers, numbers = ctypes.addressof(self.pointers), ctypes.addressof(self.numbers)
         addresses = [*(pointers + 8 * i for i in range(6)), *(numbers + 4 * i for i in range(3))]
-        self.arguments = (ctypes.c_void_p * len(addresses))(*addresses)
+        self.launcher = Launcher(kernel(epilogue, _shape(rows, epilogue.gated), device), addresses)
 
     def __call__(
         self, x: Tensor, rows: int, w0: Tensor, w1: Tensor, bias0: Tensor | None, bias1: Tensor | None, out: Tensor
@@ -83,5 +82,5 @@ class Launch:
             for i, pointer in enumerate((*read, out.data_ptr(), *bias_pointers)):
                 self.pointers[i] = pointer
             self.numbers[0] = rows
-            self.kernel.launch(self.blocks, torch._C._cuda_getCurrentRawStream(self.device), self.arguments)
+            self.launcher.launch(self.blocks, torch._C._cuda_getCurrentRawStream(self.device))
         return True

@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import functools
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -83,6 +84,19 @@ def _compile(source: str, architecture: str) -> bytes:
         nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
 
 
+class _Configuration(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared_memory", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("attribute_count", ctypes.c_uint),
+    )
+
+
 class Kernel:
     """A function of a module loaded on the current device, with its shared memory."""
 
@@ -92,21 +106,25 @@ class Kernel:
         _check(cuda.cuModuleGetFunction(ctypes.byref(function), module, name.encode()), "cuModuleGetFunction")
         _check(cuda.cuFuncSetAttribute(function, _DYNAMIC_SHARED_MEMORY, shared_memory), "cuFuncSetAttribute")
         self.function, self.threads, self.shared_memory = function, threads, shared_memory
-        self._launch = cuda.cuLaunchKernel
 
-    def launch(self, blocks: int, stream: int, arguments: ctypes.Array[ctypes.c_void_p]) -> None:
-        """``arguments``: the address of each argument. They are read before this returns."""
-        result = self._launch(
-            self.function,
-            blocks, 1, 1,
-            self.threads, 1, 1,
-            self.shared_memory,
-            ctypes.c_void_p(stream),
-            arguments,
-            None,
-        )  # fmt: skip
+
+class Launcher:
+    """Launches one kernel with the arguments at the same addresses, again and again. Not for two threads at once."""
+
+    def __init__(self, kernel: Kernel, addresses: Sequence[int]):
+        """``addresses``: of each argument. They are read by the time a launch returns."""
+        self._arguments = (ctypes.c_void_p * len(addresses))(*addresses)
+        self._configuration = _Configuration((1, 1, 1), (kernel.threads, 1, 1), kernel.shared_memory)
+        self._grid, self._function = self._configuration.grid, kernel.function
+        self._where = ctypes.byref(self._configuration)
+        self._launch = _libcuda().cuLaunchKernelEx
+
+    def launch(self, blocks: int, stream: int) -> None:
+        self._grid[0] = blocks
+        self._configuration.stream = stream
+        result = self._launch(self._where, self._function, self._arguments, None)
         if result:
-            _check(result, "cuLaunchKernel")
+            _check(result, "cuLaunchKernelEx")
 
 
 class TensorMap:
@@ -117,9 +135,9 @@ class TensorMap:
         self.address = (ctypes.addressof(self._memory) + 63) & ~63
 
     def encode(
-        self, pointer: int, dtype: torch.dtype, shape: tuple[int, int], box: tuple[int, int], swizzle: int
+        self, pointer: int, dtype: torch.dtype, shape: tuple[int, int], step: int, box: tuple[int, int], swizzle: int
     ) -> None:
-        """A contiguous matrix of ``shape`` (rows, columns), taken in boxes; ``swizzle`` in bytes."""
+        """A matrix of ``shape`` (rows, columns), rows ``step`` elements apart, taken in boxes; ``swizzle`` in bytes."""
         u64, u32 = ctypes.c_uint64, ctypes.c_uint32
         result = _libcuda().cuTensorMapEncodeTiled(
             ctypes.c_void_p(self.address),
@@ -127,7 +145,7 @@ class TensorMap:
             2,
             ctypes.c_void_p(pointer),
             (u64 * 2)(shape[1], shape[0]),
-            (u64 * 1)(shape[1] * dtype.itemsize),
+            (u64 * 1)(step * dtype.itemsize),
             (u32 * 2)(box[1], box[0]),
             (u32 * 2)(1, 1),
             0,

@@ -6,14 +6,14 @@
 //   STAGES   tiles in flight; SLAB: columns of y that leave together
 //   SLAB_SETS   1 or 2: with 2 the halves of a tile do not wait for each other to leave shared memory
 //   GROUP    tile rows that are walked before the next tile column, so that they meet in the L2 cache
+//   TRANSPOSED   1: w lies in memory as [K, N], and WN is 128
 //   GATED, BIAS   0 or 1; ACT(v)   the activation; pack(lo, hi), to_float(bits)   to the 16-bit type and back
 //   multiply(d, a, b, accumulate)   wgmma of m64 x WN x k16
 //
-// Layouts. Tiles in shared memory are rows of 64 elements (128 bytes) in TMA's 128-byte swizzle, which wgmma reads. The
+// Layouts. Tiles in shared memory are rows of 64 elements (128 bytes) in TMA's 128-byte swizzle, which wgmma reads: rows
+// of columns of x and w, or for TRANSPOSED two blocks of rows of 64 weight rows. The
 // accumulator of a 64-row half: thread t of a warpgroup holds rows 16*(t/32) + (t%32)/4 and that + 8, and of each 8
 // columns the two from 2*(t%4).
-
-struct alignas(64) TensorMap { u64 opaque[16]; };
 
 constexpr int OUT = GATED ? WN / 2 : WN;            // columns of y in a tile
 constexpr int HALF = WN / 2;                        // weight rows that one copy brings
@@ -25,38 +25,6 @@ constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
 // shared memory: stages; for each consumer its slabs and the biases of its tile; barriers
 constexpr int C_AT = STAGES * STAGE_BYTES, BIAS_AT = C_AT + 2 * SLAB_SETS * C_BYTES, BARRIERS_AT = BIAS_AT + 2 * WN * 2;
 
-__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-
-__device__ __forceinline__ void barrier_init(u32 barrier, int arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
-}
-__device__ __forceinline__ void barrier_expect(u32 barrier, int bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void barrier_arrive(u32 barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-// Neither arrive nor wait orders ordinary memory: what they guard is written by TMA and read by wgmma. Release and
-// acquire at cluster scope would cost a memory barrier each.
-__device__ __forceinline__ void barrier_arrive_at(u32 barrier, u32 block) {
-  asm volatile(
-      "{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\n"
-      "mbarrier.arrive.shared::cluster.b64 _, [remote];\n}" ::"r"(barrier), "r"(block) : "memory");
-}
-__device__ __forceinline__ void barrier_wait(u32 barrier, int parity) {
-  asm volatile(
-      "{\n.reg .pred done;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@!done bra again;\n}" ::"r"(
-          barrier), "r"(parity) : "memory");
-}
-__device__ __forceinline__ void copy_in(u32 to, const TensorMap* map, u32 barrier, int column, int row) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(
-          to), "l"(map), "r"(barrier), "r"(column), "r"(row) : "memory");
-}
-__device__ __forceinline__ void copy_in(u32 to, const u16* from, int bytes, u32 barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from),
-               "r"(bytes), "r"(barrier) : "memory");
-}
 __device__ __forceinline__ void copy_in_for_both(u32 to, const TensorMap* map, u32 barrier, int column, int row) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
@@ -69,15 +37,6 @@ __device__ __forceinline__ void copy_out(const TensorMap* map, u32 from, int col
 __device__ __forceinline__ void sync_warpgroup(int which) {
   if (which == 0) asm volatile("bar.sync 1, 128;" ::: "memory");
   else asm volatile("bar.sync 2, 128;" ::: "memory");
-}
-
-__device__ __forceinline__ void sync_cluster() {
-  asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
-}
-
-// A matrix in shared memory for wgmma: rows of 128 bytes, swizzled, 8 of them 1024 bytes from the next 8.
-__device__ __forceinline__ u64 matrix_at(u32 address) {
-  return (u64)((address & 0x3FFFF) >> 4) | (u64)1 << 16 | (u64)(1024 >> 4) << 32 | (u64)1 << 62;
 }
 
 struct Tiles {
@@ -185,7 +144,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(384
           barrier_expect(arrived, STAGE_BYTES);
           copy_in(at, &x, arrived, k * BK, row * BM);
           // Each block brings one half of the weight tile, for both.
-          copy_in_for_both(at + A_BYTES + rank * HALF_BYTES, rank ? &w1 : &w0, arrived, k * BK, rank ? second : first);
+          int n = rank ? second : first, outer = TRANSPOSED ? k * BK : n, inner = TRANSPOSED ? n : k * BK;
+          copy_in_for_both(at + A_BYTES + rank * HALF_BYTES, rank ? &w1 : &w0, arrived, inner, outer);
           if (++stage == STAGES) stage = 0, parity ^= 1;
         }
       }
@@ -207,12 +167,12 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(384
       turns ^= 1;
       for (int k = 0; k < steps; k++, step++) {
         barrier_wait(full + 8 * stage, parity);
-        u64 a = matrix_at(memory + stage * STAGE_BYTES), b = matrix_at(memory + stage * STAGE_BYTES + A_BYTES);
+        u64 a = matrix_at(memory + stage * STAGE_BYTES, 0), b = matrix_at(memory + stage * STAGE_BYTES + A_BYTES, HALF_BYTES);
         asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
-        for (int kk = 0; kk < BK / 16; kk++) {  // 16 columns are 32 bytes; 64 rows 8192
-          multiply(d0, a + 2 * kk, b + 2 * kk, BIAS || (k | kk) != 0);
-          multiply(d1, a + 512 + 2 * kk, b + 2 * kk, BIAS || (k | kk) != 0);
+        for (int kk = 0; kk < BK / 16; kk++) {  // 64 rows of x are 8192 bytes
+          multiply(d0, a + COLUMNS_16 * kk, b + (TRANSPOSED ? ROWS_16 : COLUMNS_16) * kk, BIAS || (k | kk) != 0);
+          multiply(d1, a + 512 + COLUMNS_16 * kk, b + (TRANSPOSED ? ROWS_16 : COLUMNS_16) * kk, BIAS || (k | kk) != 0);
         }
         asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
         if (before >= 0) {

@@ -9,8 +9,8 @@ import threading
 import torch
 from torch import Tensor
 
-from fxfuse.ops.gpu.driver import Kernel, TensorMap, compile_kernel
-from fxfuse.ops.gpu.source import DTYPES, Epilogue, source
+from fxfuse.ops.gpu.driver import Kernel, Launcher, TensorMap, compile_kernel
+from fxfuse.ops.gpu.source import DTYPES, Epilogue, Lies, source, wgmma
 
 _BM, _BK, _SLAB, _CLUSTER, _GROUP = 128, 64, 32, 2, 8
 _THREADS = 384
@@ -26,6 +26,11 @@ def serves(device: int) -> bool:
 def takes(rows: int, n: int, k: int) -> bool:
     """Whether the kernel computes these sizes: rows of 16 bytes for the copy engine, steps enough for the biases."""
     return rows > 0 and k % 8 == 0 and n % 8 == 0 and k >= 256
+
+
+def tiles(lies: Lies) -> tuple[int, ...]:
+    """The tiles that there are for a weight that lies so: a transposed one comes in blocks of 64 rows."""
+    return TILES[1:] if lies.transposed else TILES
 
 
 def microseconds(rows: int, n: int, k: int, wn: int, *, gated: bool, processors: int) -> float:
@@ -53,42 +58,27 @@ def _memory(wn: int, gated: bool) -> tuple[int, int, int]:
 
 
 @functools.cache
-def kernel(epilogue: Epilogue, wn: int, device: int) -> Kernel:
+def kernel(epilogue: Epilogue, wn: int, transposed: bool, device: int) -> Kernel:
     """Compiled and loaded on ``device``, once a process. CudaError where that fails."""
     _, _, memory = _memory(wn, epilogue.gated)
     with torch.cuda.device(device):
-        return Kernel(compile_kernel(kernel_source(epilogue, wn), "sm_90a"), "linear", _THREADS, memory)
+        return Kernel(compile_kernel(kernel_source(epilogue, wn, transposed), "sm_90a"), "linear", _THREADS, memory)
 
 
-def kernel_source(epilogue: Epilogue, wn: int) -> str:
+def kernel_source(epilogue: Epilogue, wn: int, transposed: bool) -> str:
     """The CUDA C++ of the kernel."""
     stages, sets, _ = _memory(wn, epilogue.gated)
     constants = {"BM": _BM, "BK": _BK, "CLUSTER": _CLUSTER, "SLAB": _SLAB, "GROUP": _GROUP}
-    constants |= {"WN": wn, "STAGES": stages, "SLAB_SETS": sets}
-    return source("hopper.cu", epilogue, constants, _multiply(wn, DTYPES[epilogue.dtype]))
-
-
-def _multiply(wn: int, kind: str) -> str:
-    """wgmma of m64 x ``wn`` x k16, whose accumulator of wn / 2 registers has to be spelled out."""
-    count = wn // 2
-    registers = ", ".join(f"%{i}" for i in range(count))
-    operands = ", ".join(f'"+f"(d[{i}])' for i in range(count))
-    instruction = f"wgmma.mma_async.sync.aligned.m64n{wn}k16.f32.{kind}.{kind}"
-    return f"""
-__device__ __forceinline__ void multiply(float (&d)[{count}], u64 a, u64 b, int accumulate) {{
-  asm volatile("{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{count + 2}, 0;\\n"
-    "{instruction} {{{registers}}}, %{count}, %{count + 1}, p, 1, 1, 0, 0;\\n}}"
-    : {operands} : "l"(a), "l"(b), "r"(accumulate));
-}}
-"""
+    constants |= {"WN": wn, "STAGES": stages, "SLAB_SETS": sets, "TRANSPOSED": int(transposed)}
+    multiply = wgmma(wn, DTYPES[epilogue.dtype], b_transposed=transposed)
+    return source(("hopper.cuh", "hopper.cu"), epilogue, constants, multiply)
 
 
 class Launch:
     """One kernel with its arguments, to be launched again and again: what did not change is not set again."""
 
-    def __init__(self, epilogue: Epilogue, wn: int, n: int, k: int, device: int):
-        self.kernel = kernel(epilogue, wn, device)
-        self.dtype, self.wn, self.n, self.k, self.device = epilogue.dtype, wn, n, k, device
+    def __init__(self, epilogue: Epilogue, wn: int, lies: Lies, n: int, k: int, device: int):
+        self.dtype, self.wn, self.lies, self.n, self.k, self.device = epilogue.dtype, wn, lies, n, k, device
         self.columns = wn // 2 if epilogue.gated else wn
         self.clusters = torch.cuda.get_device_properties(device).multi_processor_count // _CLUSTER
         self.lock = threading.Lock()
@@ -98,12 +88,12 @@ class Launch:
         self.biases = (ctypes.c_void_p * 2)()
         biases, numbers = ctypes.addressof(self.biases), ctypes.addressof(self.numbers)
         addresses = [*(m.address for m in self.maps), biases, biases + 8, numbers, numbers + 4, numbers + 8]
-        self.arguments = (ctypes.c_void_p * len(addresses))(*addresses)
+        self.launcher = Launcher(kernel(epilogue, wn, lies.transposed, device), addresses)
 
     def __call__(
         self, x: Tensor, rows: int, w0: Tensor, w1: Tensor, bias0: Tensor | None, bias1: Tensor | None, out: Tensor
     ) -> bool:
-        """Enqueue ``out`` = epilogue of x [rows, K] and weights [N, K], contiguous; False if one lies unaligned."""
+        """Enqueue ``out`` = epilogue of x [rows, K], contiguous, and weights [N, K]; False if one lies unaligned."""
         pointers = (x.data_ptr(), w0.data_ptr(), w1.data_ptr(), out.data_ptr())
         bias_pointers = (0 if bias0 is None else bias0.data_ptr(), 0 if bias1 is None else bias1.data_ptr())
         if (pointers[0] | pointers[1] | pointers[2] | bias_pointers[0] | bias_pointers[1]) & 15:
@@ -111,16 +101,21 @@ class Launch:
         tiles = -(-rows // (_BM * _CLUSTER)) * -(-self.n // self.columns)
         blocks = min(self.clusters, tiles) * _CLUSTER
         with self.lock:
-            self._point(0, pointers[0], rows, self.k, _BM, _BK, 128)
-            self._point(1, pointers[1], self.n, self.k, self.wn // 2, _BK, 128)
-            self._point(2, pointers[2], self.n, self.k, self.wn // 2, _BK, 128)
-            self._point(3, pointers[3], rows, self.n, 64, _SLAB, 64)
+            self._point(0, pointers[0], (rows, self.k), self.k, (_BM, _BK), 128)
+            for which in (1, 2):
+                if self.lies.transposed:
+                    self._point(which, pointers[which], (self.k, self.n), self.lies.step, (_BK, 64), 128)
+                else:
+                    self._point(which, pointers[which], (self.n, self.k), self.lies.step, (self.wn // 2, _BK), 128)
+            self._point(3, pointers[3], (rows, self.n), self.n, (64, _SLAB), 64)
             self.biases[0], self.biases[1] = bias_pointers
             self.numbers[0] = rows
-            self.kernel.launch(blocks, torch._C._cuda_getCurrentRawStream(self.device), self.arguments)
+            self.launcher.launch(blocks, torch._C._cuda_getCurrentRawStream(self.device))
         return True
 
-    def _point(self, which: int, pointer: int, rows: int, columns: int, high: int, wide: int, swizzle: int) -> None:
-        if self.known[which] != (pointer, rows):
-            self.maps[which].encode(pointer, self.dtype, (rows, columns), (high, wide), swizzle)
-            self.known[which] = (pointer, rows)
+    def _point(
+        self, which: int, pointer: int, shape: tuple[int, int], step: int, box: tuple[int, int], swizzle: int
+    ) -> None:
+        if self.known[which] != (pointer, shape[0]):
+            self.maps[which].encode(pointer, self.dtype, shape, step, box, swizzle)
+            self.known[which] = (pointer, shape[0])

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from fxfuse import choose
-from fxfuse.ops.gpu import decode, hopper
+from fxfuse.ops.gpu import decode, hopper, stream
 from fxfuse.ops.gpu.driver import CudaError
-from fxfuse.ops.gpu.source import DTYPES, Epilogue
+from fxfuse.ops.gpu.source import DTYPES, Epilogue, Run, lies
 
-Run = Callable[[Tensor, int, Tensor, Tensor, Tensor | None, Tensor | None, Tensor], bool]
-Known = tuple[torch.dtype | None, int, bool, int, int, dict[int, Run | None]]
-"""Dtype, device, whether there are biases, N, K; by rows.bit_length() what computes so many rows, None for eager."""
+Known = tuple[torch.dtype | None, int, bool, tuple[int, ...], int, int, dict[int, Run | None]]
+"""Dtype, device, whether there are biases, strides of weights, N, K; by rows.bit_length() what computes so many rows,
+None for eager."""
 
 
 class Product:
@@ -30,19 +30,18 @@ class Product:
     def __init__(self, act: str, act_args: Sequence[float], *, gated: bool, only: str | None = None):
         """``only``: the implementation to take, whatever was measured or is expected."""
         self.act, self.act_args, self.gated, self.only = act, tuple(map(float, act_args)), gated, only
-        self.known: Known = (None, -1, False, 0, 1, {})
+        self.known: Known = (None, -1, False, (), 0, 1, {})
 
     def run(self, x: Tensor, w0: Tensor, w1: Tensor, bias0: Tensor | None, bias1: Tensor | None) -> Tensor | None:
         """None where eager is to compute it."""
-        dtype, device, has_bias, n, k, runs = self.known
+        dtype, device, has_bias, strides, n, k, runs = self.known
         if not (
             x.dtype is dtype
             and w0.dtype is dtype
             and x.get_device() == device == w0.get_device() == w1.get_device()
             and x.shape[-1] == k
             and x.is_contiguous()
-            and w0.is_contiguous()
-            and w1.is_contiguous()
+            and w0.stride() == strides == w1.stride()
             and (bias0 is not None) == has_bias
             and (bias1 is not None) == (has_bias and self.gated)
             and (bias0 is None or (bias0.is_contiguous() and bias0.get_device() == device))
@@ -74,8 +73,8 @@ class Product:
         if rows == 0 or torch.cuda.is_current_stream_capturing():
             return None
         before = self.known
-        kind = (x.dtype, device, bias0 is not None, n, k)
-        runs = before[5] if before[:5] == kind else {}
+        kind = (x.dtype, device, bias0 is not None, w0.stride(), n, k)
+        runs = before[6] if before[:6] == kind else {}
         run = self._choose(x, w0, bias0)
         self.known = (*kind, {**runs, rows.bit_length(): run})
         return None if run is None else self.run(x, w0, w1, bias0, bias1)
@@ -90,8 +89,7 @@ class Product:
         """Names of the kernels that may compute this call."""
         if not self.fits(x, w0, w1, bias0, bias1) or x.numel() == 0:
             return ()
-        n, k = w0.shape
-        return implementations(x.get_device(), (x.numel() // k).bit_length(), n, k)
+        return implementations(x.get_device(), (x.numel() // w0.shape[1]).bit_length(), w0)
 
     def expected(self, x: Tensor, w0: Tensor, w1: Tensor, bias0: Tensor | None, bias1: Tensor | None) -> str:
         """The implementation that is taken for a call that `fits` until something is measured."""
@@ -104,19 +102,20 @@ class Product:
         if not self.gated:
             return can(x, w0, bias0)
         # Kernels have both biases or none.
-        fit = w1.shape == w0.shape and (bias0 is None) == (bias1 is None)
+        fit = w1.shape == w0.shape and w1.stride() == w0.stride() and (bias0 is None) == (bias1 is None)
         return fit and can(x, w0, bias0) and can(x, w1, bias1)
 
     def _key(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> choose.Key:
         (n, k), device = weight.shape, choose.device_name(f"cuda:{x.get_device()}")
         op = f"{'gated_linear' if self.gated else 'linear_act'} {self.act}" if self.act else "linear"
-        return choose.Key(device, op, x.dtype, n, k, False, bias is not None, (x.numel() // k).bit_length())
+        transposed = weight.stride(1) != 1
+        return choose.Key(device, op, x.dtype, n, k, transposed, bias is not None, (x.numel() // k).bit_length())
 
     def _choose(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Run | None:
         (n, k), device = weight.shape, x.get_device()
         rows = x.numel() // k
         bucket = rows.bit_length()
-        names = implementations(device, bucket, n, k)
+        names = implementations(device, bucket, weight)
         epilogue = Epilogue(self.act, self.act_args, self.gated, bias is not None, x.dtype)
         measured = choose.CHOICES.get(self._key(x, weight, bias)) if choose.CHOICES.any() else None
         if self.only is not None:
@@ -125,12 +124,16 @@ class Product:
             name = measured.among((choose.PLAIN, *names))
         else:
             name = expected(names, rows, n, k, epilogue, device)
-        if name not in names:
+        weight_lies = lies(weight)
+        if name not in names or weight_lies is None:
             return None
+        least, most = choose.least_rows(bucket), (1 << bucket) - 1
         try:
+            if name == "stream":
+                return stream.launch(epilogue, least, most, weight_lies, n, k, device)
             if name == "decode":
-                return decode.Launch(epilogue, (1 << bucket) - 1, n, k, device)
-            return hopper.Launch(epilogue, int(name.removeprefix("hopper")), n, k, device)
+                return decode.Launch(epilogue, most, n, k, device)
+            return hopper.Launch(epilogue, int(name.removeprefix("hopper")), weight_lies, n, k, device)
         except (CudaError, OSError):  # no compiler beside this torch
             return None
 
@@ -147,7 +150,7 @@ def can(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         and x.dim() > 0
         and x.shape[-1] == weight.shape[1]
         and x.is_contiguous()
-        and weight.is_contiguous()
+        and lies(weight) is not None
         and (
             bias is None
             or (
@@ -173,13 +176,18 @@ def unserved(dtype: torch.dtype, device: torch.device) -> str:
     return ""
 
 
-def implementations(device: int, bucket: int, n: int, k: int) -> tuple[str, ...]:
+def implementations(device: int, bucket: int, weight: Tensor) -> tuple[str, ...]:
     """Names of the kernels that compute all row counts of a bucket."""
+    (n, k), weight_lies, most = weight.shape, lies(weight), (1 << bucket) - 1
     names: list[str] = []
-    if _serves(decode.serves, device) and decode.takes((1 << bucket) - 1, n, k):
+    if weight_lies is None or weight_lies.step % 8:  # rows of 16 bytes
+        return ()
+    if _serves(stream.serves, device) and stream.takes(most, n, k):
+        names.append("stream")
+    if _serves(decode.serves, device) and decode.takes(most, n, k) and weight.is_contiguous():
         names.append("decode")
     if _serves(hopper.serves, device) and hopper.takes(choose.least_rows(bucket), n, k):
-        names += [f"hopper{wn}" for wn in hopper.TILES]
+        names += [f"hopper{wn}" for wn in hopper.tiles(weight_lies)]
     return tuple(names)
 
 
@@ -190,14 +198,17 @@ def _serves(asked: Callable[[int], bool], device: int) -> bool:
 
 def expected(names: Sequence[str], rows: int, n: int, k: int, epilogue: Epilogue, device: int) -> str:
     """The implementation that is expected to be fastest, where none was measured; "plain" where in doubt."""
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    if "stream" in names and stream.gains(rows, n, epilogue=epilogue, processors=processors):
+        return "stream"
     if "decode" in names:
         return "decode"
-    processors = torch.cuda.get_device_properties(device).multi_processor_count
     times = {
         name: hopper.microseconds(
             rows, n, k, int(name.removeprefix("hopper")), gated=epilogue.gated, processors=processors
         )
         for name in names
+        if name.startswith("hopper")
     }
     best = min(times, key=times.__getitem__, default=choose.PLAIN)
     return best if times and times[best] < 0.97 * eager_microseconds(rows, n, k, epilogue) else choose.PLAIN

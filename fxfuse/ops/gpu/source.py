@@ -2,14 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
+
+Run = Callable[[Tensor, int, Tensor, Tensor, Tensor | None, Tensor | None, Tensor], bool]
+"""Enqueues a kernel: x, its rows, weights, biases, output. False where they do not lie as the kernel wants them."""
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "f16"}
 """The types that kernels are built for, as PTX calls them."""
+
+
+class Lies(NamedTuple):
+    """How a weight [N, K] lies in memory."""
+
+    transposed: bool
+    """Whether neighbours along N are neighbours in memory; else those along K are."""
+    step: int
+    """Elements from one row to the next, or for a transposed one from one column to the next."""
+
+
+def lies(weight: Tensor) -> Lies | None:
+    """How a weight [N, K] lies, None where neither its rows nor its columns are dense."""
+    row, column = weight.stride()
+    if column == 1 and row >= weight.shape[1]:
+        return Lies(False, row)
+    return Lies(True, column) if row == 1 and column >= weight.shape[0] else None
 
 
 @dataclass(frozen=True)
@@ -43,8 +65,8 @@ __device__ __forceinline__ float to_float(u16 bits) {
 }
 
 
-def source(file: str, epilogue: Epilogue, constants: Mapping[str, int], multiply: str) -> str:
-    """The CUDA C++ of one kernel: ``file`` after what it expects to be defined."""
+def source(files: Sequence[str], epilogue: Epilogue, constants: Mapping[str, int], multiply: str) -> str:
+    """The CUDA C++ of one kernel: ``files`` after what they expect to be defined."""
     arguments = ", ".join(["v", *(f"{float(a)!r}f" for a in epilogue.act_args)])
     name = _C_NAMES.get(epilogue.act, epilogue.act)
     defines = {
@@ -61,6 +83,24 @@ def source(file: str, epilogue: Epilogue, constants: Mapping[str, int], multiply
             _CONVERSIONS[epilogue.dtype],
             here.joinpath("activations.cuh").read_text(),
             multiply,
-            here.joinpath(file).read_text(),
+            *(here.joinpath(file).read_text() for file in files),
         ]
     )
+
+
+def wgmma(n: int, kind: str, *, a_transposed: bool = False, b_transposed: bool = False) -> str:
+    """``multiply`` of m64 x ``n`` x k16 on Hopper, whose accumulator of n / 2 registers has to be spelled out.
+
+    An operand lies in rows of k; a transposed one in rows of m or n.
+    """
+    count = n // 2
+    registers = ", ".join(f"%{i}" for i in range(count))
+    operands = ", ".join(f'"+f"(d[{i}])' for i in range(count))
+    instruction = f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{kind}.{kind}"
+    return f"""
+__device__ __forceinline__ void multiply(float (&d)[{count}], u64 a, u64 b, int accumulate) {{
+  asm volatile("{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{count + 2}, 0;\\n"
+    "{instruction} {{{registers}}}, %{count}, %{count + 1}, p, 1, 1, {int(a_transposed)}, {int(b_transposed)};\\n}}"
+    : {operands} : "l"(a), "l"(b), "r"(accumulate));
+}}
+"""
