@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import types
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
@@ -40,7 +41,8 @@ def optimize(
         model: an ``nn.Module`` (a copy of its module tree comes back, sharing parameters and buffers, unless
             ``inplace=True``), a ``torch.fx.GraphModule`` (one with the rewritten graph comes back) or a function.
         example_inputs: positional arguments of one call, a tuple; a single tensor stands for a tuple of it. With them
-            shapes and optional arguments are known, more is captured, and each region is checked against its forward.
+            shapes and optional arguments are known, more is captured, each region is checked against its forward
+            (a GraphModule is not), and the implementations of its operators are measured.
         example_kwargs: keyword arguments of that call.
         options: an ``Options``; ``changes`` are fields of it that differ, as in ``optimize(model, inplace=True)``.
 
@@ -57,7 +59,7 @@ def optimize(
         return model
     result: Any
     if isinstance(model, fx.GraphModule):
-        result, report = rewrite(model, args if with_example else None, options=chosen)
+        result, report = _optimize_graph(model, (args, kwargs) if with_example else None, chosen)
         original = model.graph if chosen.inplace else copied(model.graph)
         if chosen.inplace:
             model.graph, result = result.graph, model
@@ -74,14 +76,40 @@ def optimize(
     return result
 
 
+def _optimize_graph(gm: fx.GraphModule, example: build.Example, options: Options) -> tuple[fx.GraphModule, Report]:
+    """``rewrite``, and the choice of implementations at the example's sizes."""
+    values, failed = None, ""
+    if example is not None:
+        try:
+            values = tuning.positional(gm, *example)
+        except TypeError as error:
+            failed = errors.example_failed(gm, error)
+            warnings.warn(failed, errors.ExampleWarning, stacklevel=3)
+    new, report = rewrite(gm, values, options=options)
+    report.notes += [failed] if failed else []
+    if options.pack:
+        report.notes.append("no weights are packed: the graph of a GraphModule has no place to keep copies of them")
+    if options.cuda_graphs:
+        report.notes.append("no CUDA graphs are captured: nothing stands round a GraphModule that could replay them")
+    if values is not None and options.tune == "example":
+        try:
+            found = tuning.of_graph(new, values)
+        except Exception as error:  # choices are never needed
+            report.notes.append(f"nothing was measured: the run for it raised {type(error).__name__}: {error}")
+        else:
+            tuning.measure(found, report, pack=False)
+    return new, report
+
+
 def rewrite(
     gm: fx.GraphModule, example_inputs: Any = None, *, options: Options | None = None
 ) -> tuple[fx.GraphModule, Report]:
     """Rewrite a torch.fx graph: a new GraphModule with the same parameters and submodules, and the report.
 
     ``gm`` may come from any tracer: torch-level calls, methods, module calls or ATen overloads. It stays as it is.
-    With ``example_inputs`` (one value for each placeholder) the report knows sizes. The new graph is a graph and
-    nothing else: hooks that its modules get later, and autocast, act on what it was rewritten to.
+    With ``example_inputs`` (those of a call of ``gm``) the report knows sizes; nothing is run, and nothing measured.
+    The new graph is a graph and nothing else: hooks that its modules get later, and autocast, act on what it was
+    rewritten to.
     """
     if not isinstance(gm, fx.GraphModule):
         raise errors.not_optimizable(gm)
@@ -91,8 +119,8 @@ def rewrite(
     for table in ("_parameters", "_buffers", "_modules"):
         new.__dict__[table] = type(getattr(gm, table))(getattr(gm, table))
     new.__dict__["training"] = gm.training
-    placeholders = [n.name for n in new.graph.nodes if n.op == "placeholder"]
-    values = _example(example_inputs) if example_inputs is not None else ()
+    placeholders = [str(n.target) for n in new.graph.nodes if n.op == "placeholder"]
+    values = new.graph.process_inputs(*_example(example_inputs)) if example_inputs is not None else ()
     facts = {
         name: Fact.of(v) if isinstance(v, torch.Tensor) else v for name, v in zip(placeholders, values, strict=False)
     }

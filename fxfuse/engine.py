@@ -237,8 +237,10 @@ class _Run:
         while node is not root:
             created.append(node)
             node = node.next
+        # What another rule made stands for what that was made of.
+        traced = tuple(dict.fromkeys(name for n in m.nodes for name in n.meta.get("fxfuse_from", (n.name,))))
         for node in created:
-            node.meta = {**_inherited(root), "fxfuse": rule.form, "fxfuse_from": tuple(n.name for n in m.nodes)}
+            node.meta = {**_inherited(root), "fxfuse": rule.form, "fxfuse_from": traced}
             self.facts.inherit(node, root) if node is new else self.derive(node)
         names = tuple(n.name for n in m.nodes)
         kernels = sum(map(kernels_of, m.nodes)) - sum(map(kernels_of, created))
@@ -250,9 +252,9 @@ class _Run:
                 gone.append(n)
         self.dependence.replace(gone, root, created, new)
         for name, rank in m.ranks.items():
-            self.result.ranks[name.name] = rank
+            self.result.ranks[str(name.target)] = rank
         for name, shape in m.shapes.items():
-            self.result.shapes[name.name] = shape
+            self.result.shapes[str(name.target)] = shape
         self.note(
             Event(
                 rule.kind,

@@ -32,11 +32,11 @@ class Fact:
         return Fact(tuple(tensor.shape), tensor.dtype, tensor.device)
 
 
-class _Unknown(Exception):
+class Unknown(Exception):
     """A value could not be worked out; whatever depends on it cannot be, either."""
 
 
-class _Propagate(fx.Interpreter):
+class Propagate(fx.Interpreter):
     """Runs the graph on tensors without data, going on past nodes that cannot be run so."""
 
     def __init__(self, gm: fx.GraphModule, examples: Mapping[str, Any]):
@@ -56,22 +56,22 @@ class _Propagate(fx.Interpreter):
             if n.op == "get_attr":
                 value = self.fetch_attr(str(n.target))
                 return self.empty(value) if isinstance(value, torch.Tensor) else value
-            if any(self.env.get(arg, _Unknown) is _Unknown for arg in n.all_input_nodes):
-                return _Unknown
+            if any(self.env.get(arg, Unknown) is Unknown for arg in n.all_input_nodes):
+                return Unknown
             return super().run_node(n)
         except Exception:  # an op that does not run without data: the value is unknown, which is never wrong
-            return _Unknown
+            return Unknown
 
     def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
         """On tensors without data in place of its own, so that a batch norm counts nothing; torch's modules only."""
         module = self.fetch_attr(str(target))
         if not type(module).__module__.startswith("torch.nn") or hooked(module):
-            raise _Unknown
+            raise Unknown
         tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         return functional_call(module, {name: self.empty(t) for name, t in tensors.items()}, args, kwargs)
 
     def placeholder_value(self, n: fx.Node) -> Any:
-        value = self.examples.get(n.name, _Unknown)
+        value = self.examples.get(str(n.target), Unknown)
         return torch.empty(value.shape, dtype=value.dtype, device=value.device) if isinstance(value, Fact) else value
 
 
@@ -88,7 +88,7 @@ class Facts:
         for node in gm.graph.nodes:
             if node.op != "placeholder" and all(arg in self.static for arg in node.all_input_nodes):
                 self.static.add(node)
-        run = _Propagate(gm, self.examples)
+        run = Propagate(gm, self.examples)
         with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
             run.run(*[None for node in gm.graph.nodes if node.op == "placeholder"])
         self.known = {n: Fact.of(v) for n, v in run.env.items() if isinstance(v, torch.Tensor)}

@@ -120,10 +120,13 @@ class Match:
         self.require(fact.dtype.is_floating_point, "{} is {}, not floating point", what, _dtype(fact.dtype), at=name)
         return fact
 
-    def require_served(self, name: str) -> None:
-        """Refuse where no implementation of a fused operator can beat eager, given the weight's dtype and device."""
+    def require_served(self, name: str, *, relu_and_bias: bool = False) -> None:
+        """Refuse where no implementation of a fused operator can beat eager, given the weight's dtype and device.
+
+        ``relu_and_bias``: the product is followed by these.
+        """
         fact = self.fact(name)
-        reason = "" if fact is None else unserved(fact.dtype, fact.device)
+        reason = "" if fact is None else unserved(fact.dtype, fact.device, relu_and_bias=relu_and_bias)
         self.require(not reason, "{}", reason, at=name)
 
     def require_bias(self, name: str, features: int, dtype: torch.dtype) -> None:

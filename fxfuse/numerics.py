@@ -18,6 +18,8 @@ from torch import Tensor, fx
 from torch.func import functional_call
 from torch.utils._pytree import tree_flatten, tree_map
 
+from fxfuse.ops.gpu.portable import allows_tf32
+
 _NORM_EPS = 4
 _ELEMENT_EPS = 8
 
@@ -52,7 +54,7 @@ def excess(y: Tensor, e: Tensor, r: Tensor, magnitude: Tensor) -> Verdict:
     misplaced = _misplaced(y, e)
     if misplaced:
         return Verdict(misplaced, float("inf"), float("inf"))
-    eps = torch.finfo(y.dtype).eps
+    eps = _epsilon(y)
     y, e, magnitude = _wide(y), _wide(e), magnitude.to(y.device)
     r = e if eps == torch.finfo(torch.float64).eps else r.to(y.device)
     judged = e.isfinite() & r.isfinite() & magnitude.isfinite()
@@ -73,6 +75,13 @@ def excess(y: Tensor, e: Tensor, r: Tensor, magnitude: Tensor) -> Verdict:
     elif norm_used > 1:
         reason = f"the norm of the error is {error.norm().item():.3g}, {norm_allowed.item():.3g} is allowed"
     return Verdict(reason, norm_used, element_used)
+
+
+def _epsilon(y: Tensor) -> float:
+    """Of y's dtype, or of TF32, where products of float32 on this device may be TF32's: eager then rounds to that."""
+    if y.dtype is torch.float32 and y.is_cuda and allows_tf32():
+        return 2.0**-10
+    return torch.finfo(y.dtype).eps
 
 
 def judge(y: Any, e: Any, r: Any, magnitude: Any) -> Verdict:
@@ -198,7 +207,7 @@ class _Reference(fx.Interpreter):
             magnitude = tree_map(_absolute if n.op in ("placeholder", "get_attr") else _row_scale, _opened(value))
         elif isinstance(value, Tensor):
             # sigmoid(0) is 1/2 though the magnitude of 0 is 0.
-            magnitude = torch.maximum(magnitude, value.abs())
+            magnitude = torch.maximum(magnitude, _abs(value))
         self.magnitudes[n] = magnitude
         if n.op in ("call_function", "call_method") and n.args and isinstance(n.args[0], fx.Node) and self._writes(n):
             self.magnitudes[n.args[0]] = magnitude
@@ -259,7 +268,7 @@ class _Reference(fx.Interpreter):
             values: Any = self.map_nodes_to_values([*n.args, *n.kwargs.values()], n)
             if not any(isinstance(value, Tensor) for value in values):
                 return None  # arithmetic on sizes
-            scales = [abs(scale) for scale in [*args, *kwargs.values()] if isinstance(scale, Tensor | int | float)]
+            scales = [_abs(scale) for scale in [*args, *kwargs.values()] if isinstance(scale, Tensor | int | float)]
             return _arithmetic(name, values, scales, abs(kwargs.get("alpha", 1)))
         return None
 
@@ -296,8 +305,15 @@ def _arithmetic(name: str, values: list[Any], scales: list[Any], alpha: float) -
         return abs(exponent) * a.abs() ** (exponent - 1) * scales[0]
     a, b = values[:2]
     if name == "mul":
-        return scales[0] * abs(b) + abs(a) * scales[1]
-    return scales[0] / abs(b) + abs(a) * scales[1] / abs(b) ** 2
+        return scales[0] * _abs(b) + _abs(a) * scales[1]
+    return scales[0] / _abs(b) + _abs(a) * scales[1] / _abs(b) ** 2
+
+
+def _abs(value: Any) -> Any:
+    """Of a number or a tensor; torch has none of booleans, which are masks: they count as 0 and 1."""
+    if isinstance(value, Tensor) and value.dtype is torch.bool:
+        return value.double()
+    return abs(value)
 
 
 def _is_real(value: Any) -> bool:

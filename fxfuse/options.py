@@ -34,6 +34,12 @@ class Options:
     """Let weights be copied into the layout of the faster implementation: the bytes that the copies may take together,
     or True for 1 GiB. For weights that stay as they are; a change of a whole weight is noticed at the next call."""
 
+    cuda_graphs: bool = False
+    """On CUDA devices, capture the calls of each region as CUDA graphs, one for each kind of call (shapes, strides and
+    dtypes of its tensors, its other arguments), eight at most: the host launches one thing a call. Arguments are copied
+    in and results out; a graph keeps the memory of what lies between. Where a call cannot be captured it runs as it
+    would, and the report says why."""
+
     def explained(self) -> list[str]:
         """What those options do that a report should mention: one line each."""
         lines = []

@@ -64,11 +64,16 @@ class Calls:
     """How the calls of one region went."""
 
     fused: int = 0
+    replayed: int = 0
+    """Fused calls that replayed a CUDA graph."""
     plain: int = 0
     """Calls that gradients, autocast or an active mode kept on the model's own forward."""
     fallback: int = 0
     """Calls that broke an assumption of the trace, and so ran the model's own forward."""
     reasons: Counter[str] = field(default_factory=Counter)
+
+    def count_replay(self) -> None:
+        self.replayed += 1
 
 
 @dataclass(frozen=True)
@@ -208,13 +213,13 @@ class Report:
         table(
             "fused",
             ["rule", "region", "nodes", "source", "result"],
-            ([e.rule, e.region or ".", ", ".join(e.nodes), _short(e.source), e.reason] for e in self.fused),
+            ([e.rule, e.region or ".", ", ".join(e.nodes), short_source(e.source), e.reason] for e in self.fused),
         )
         table(
             "lowered (one op, a faster implementation)",
             ["rule", "region", "node", "source", "result"],
             (
-                [e.rule, e.region or ".", e.nodes[0], _short(e.source), e.reason]
+                [e.rule, e.region or ".", e.nodes[0], short_source(e.source), e.reason]
                 for e in self.events
                 if e.kind == "lowered"
             ),
@@ -222,7 +227,7 @@ class Report:
         table(
             "kept",
             ["rule", "region", "node", "source", "reason"],
-            ([e.rule, e.region or ".", ", ".join(e.nodes), _short(e.source), e.reason] for e in self.kept),
+            ([e.rule, e.region or ".", ", ".join(e.nodes), short_source(e.source), e.reason] for e in self.kept),
         )
         table(
             "not captured", ["module", "class", "reason"], ([u.path or ".", u.kind, u.reason] for u in self.uncaptured)
@@ -244,7 +249,7 @@ class Report:
             (
                 [
                     path or ".",
-                    c.fused,
+                    f"{c.fused}, {c.replayed} replayed" if c.replayed else c.fused,
                     c.plain,
                     c.fallback,
                     "; ".join(f"{why} ({n})" for why, n in c.reasons.most_common()),
@@ -260,7 +265,7 @@ class Report:
         return "\n\n".join(parts)
 
 
-def _short(source: str) -> str:
+def short_source(source: str) -> str:
     """``/long/path/file.py:12: code`` as ``file.py:12: code``."""
     place, colon, code = source.partition(": ")
     return place.rpartition("/")[2] + colon + code

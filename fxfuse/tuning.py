@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import MethodType
 from typing import Any
 
 import torch
@@ -14,9 +15,9 @@ from torch import Tensor, fx, nn
 
 from fxfuse import choose, ops
 from fxfuse.bench.timer import Call, Effort, GpuClock, interleaved, speedup
-from fxfuse.capture.record import own, trial_copy, trial_run, undisturbed
+from fxfuse.capture.body import Watch
+from fxfuse.capture.record import own, trial_copy, trial_run
 from fxfuse.capture.region import Region
-from fxfuse.capture.verify import placeholders
 from fxfuse.choose import PLAIN, Choice, Key
 from fxfuse.report import Measured, Report
 
@@ -59,79 +60,66 @@ class Places:
         return ops.implementations(self.target, self.tensors[0], self.rest, pack=pack)
 
 
-Found = dict[Key, Places]
+class Found(dict[Key, Places]):
+    """The fused operators that were called, by what their choice depends on."""
 
+    def watch(self, path: str) -> Watch:
+        """What notes the calls of the region at ``path``."""
+        return functools.partial(self._note, path)
 
-class _Recorder(fx.Interpreter):
-    """Runs a region's graph, and notes the operands of its fused operators."""
-
-    def __init__(self, gm: fx.GraphModule, path: str, found: Found):
-        super().__init__(gm)
-        self.path, self.found = path, found
-
-    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if target in ops.SITES:
-            self._note(target, args)
-        return super().call_function(target, args, kwargs)
-
-    def _note(self, target: Callable[..., Tensor], args: tuple[Any, ...]) -> None:
-        count = ops.SITES[target].tensors
-        tensors, rest = args[:count], args[count:]
+    def _note(self, path: str, target: Callable[..., Tensor], tensors: tuple[Any, ...], rest: tuple[Any, ...]) -> None:
         key = ops.key(target, tensors, rest)
         if key is None:
             return
-        places = self.found.setdefault(key, Places(target, rest))
-        places.regions[self.path] = None
+        places = self.setdefault(key, Places(target, rest))
+        places.regions[path] = None
         if len(places.tensors) < _PLACES:
             operands = tuple(None if t is None else t.detach() for t in tensors)
             first = places.tensors[0] if places.tensors else operands
             places.tensors.append((first[0], *operands[1:]))
 
 
-def of_example(model: nn.Module, regions: Sequence[Region], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Found:
-    """The operators that the model's regions call on the example. Runs a copy of the model once."""
-    found: Found = {}
-    trial = trial_copy(model)
-    for region in regions:
-        module = trial.get_submodule(region.path)
-        module.__dict__["forward"] = MethodType(_recording(region, module, found), module)
-    with trial_run(model):
-        trial(*own(args), **own(kwargs))
+class _Noting(fx.Interpreter):
+    """Runs a graph by itself, whose operators have no sites that could be watched."""
+
+    def __init__(self, gm: nn.Module, watch: Watch):
+        super().__init__(gm)
+        self.watch = watch
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if target in ops.SITES:
+            count = ops.SITES[target].tensors
+            self.watch(target, args[:count], args[count:])
+        return super().call_function(target, args, kwargs)
+
+
+def of_graph(gm: fx.GraphModule, args: tuple[Any, ...]) -> Found:
+    """The operators that a rewritten graph calls on the example. Runs a copy of it once."""
+    found = Found()
+    noting = _Noting(trial_copy(gm), found.watch(""))
+    with trial_run(gm):
+        noting.run(*own(args))
     return found
 
 
-def _recording(region: Region, module: nn.Module, found: Found) -> Callable[..., Any]:
-    gm, forward, done = region.graph_module(owner=module), module.forward, False
-
-    def recorded(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        nonlocal done
-        if done:
-            # Another call of the same example may not be one that the graph is right for.
-            return forward(*args, **kwargs)
-        done = True
-        return _Recorder(gm, region.path, found).run(*placeholders(region, (args, kwargs)))
-
-    return recorded
-
-
-def of_function_example(region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Found:
-    """The operators that a function's region calls on the example."""
-    found: Found = {}
-    with undisturbed():
-        _Recorder(region.graph_module(), "", found).run(*placeholders(region, (own(args), own(kwargs))))
-    return found
+def positional(gm: fx.GraphModule, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The arguments of a call of ``gm`` in the order of its placeholders. TypeError where they do not fit."""
+    bound = inspect.signature(type(gm).forward).bind(gm, *args, **kwargs)
+    bound.apply_defaults()
+    return bound.args[1:]
 
 
 @contextmanager
 def recording(model: Any, regions: Sequence[Region]) -> Iterator[Found]:
     """Notes the operators that calls of an optimized model run; then its regions find out anew what is best."""
-    found: Found = {}
+    found = Found()
     # A GraphModule is optimized without regions: its operators ask for their choice at each call.
     graph = model if isinstance(model, fx.GraphModule) else None
     if graph is not None:
-        graph.__dict__["forward"] = lambda *args: _Recorder(graph, "", found).run(*args)
+        noting = _Noting(graph, found.watch(""))
+        graph.__dict__["forward"] = lambda *args, **kwargs: noting.run(*positional(graph, args, kwargs))
     for region in regions:
-        region.body = _recording_body(region, found)
+        region.body = region.new_body(found.watch(region.path))
     try:
         yield found
     finally:
@@ -139,17 +127,6 @@ def recording(model: Any, regions: Sequence[Region]) -> Iterator[Found]:
             del graph.__dict__["forward"]
         for region in regions:
             region.forget()
-
-
-def _recording_body(region: Region, found: Found) -> Callable[..., Any]:
-    gm = region.graph_module()
-    count = len(region.arguments.free)
-    first = 1 if region.on_module else 0
-
-    def body(*values: Any) -> Any:
-        return _Recorder(gm, region.path, found).run(*values[first : first + count])
-
-    return body
 
 
 def elements(shapes: Iterable[Any]) -> list[tuple[Any, ...]]:

@@ -16,8 +16,8 @@ class LinearAct(Rule):
         return op.any_of("act", ACTIVATIONS, op.linear(x, w, b))
 
     def check(self, m):
-        m.activation("act")
-        m.require_served("w")
+        act, _ = m.activation("act")
+        m.require_served("w", relu_and_bias=act == "relu" and m.b is not None)
 
     def rewrite(self, m, graph):
         return graph.call_function(linear_act, (m.x, m.w, m.b, *m.activation("act")))

@@ -183,6 +183,8 @@ MAGNITUDES = {
     "sub": (lambda x, y, w: x - y, lambda: a + b),
     "mul": (lambda x, y, w: x * y, lambda: 2 * a * b),
     "mul by a number": (lambda x, y, w: x * -3, lambda: 3 * a + 3 * a),
+    "mul by a mask": (lambda x, y, w: x * (y > 0), lambda: 2 * a * (B > 0)),
+    "product of masks": (lambda x, y, w: (x > 0) * (y > 0) * x, lambda: 3 * a * ((A > 0) & (B > 0))),
     "div": (lambda x, y, w: x / y, lambda: 2 * a / b),
     "pow": (lambda x, y, w: x**3, lambda: 3 * a**3),
     "square": (lambda x, y, w: x.square(), lambda: 2 * a**2),

@@ -1,6 +1,7 @@
 """Measuring the implementations of a model's operators: when, what is concluded, and what is said of it."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -212,14 +213,28 @@ def test_what_was_measured_holds_with_tuning_off(times, taken):
     assert taken == ["gelu"]
 
 
-def test_a_run_for_it_that_raises_is_a_note(times, monkeypatch):
-    def fails(*_args, **_kwargs):
-        raise RuntimeError("not again")
+@pytest.mark.parametrize(
+    ("options", "runs"),
+    [({}, 2), ({"tune": "off"}, 2), ({"check": False}, 2), ({"tune": "off", "check": False}, 1)],
+    ids=["both", "check", "measure", "neither"],
+)
+def test_the_example_runs_twice_at_most(options, runs, times):
+    """Once to see which arguments modules get, once to compare what regions answer and to see what they call."""
+    count = 0
 
-    monkeypatch.setattr(tuning, "of_example", fails)
-    report = fxfuse.report(fxfuse.optimize(ffn(), randn(0, 4, K)))
-    assert report.notes == ["nothing was measured: the run for it raised RuntimeError: not again"]
-    assert report.fused
+    class Counted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = ffn()
+
+        def forward(self, x):
+            nonlocal count
+            count += not isinstance(x, fx.Proxy)
+            return self.inner(x) if x.sum() < 1e9 else x  # no graph has this, only the regions inside
+
+    fxfuse.optimize(Counted().eval(), randn(0, 4, K), **options)
+    assert count == runs
+    assert len(times.races) == (options.get("tune") != "off")
 
 
 def test_the_report_shows_it(times):
@@ -344,6 +359,54 @@ def test_a_graph_module(times, taken):
     call(gm)
     assert taken == ["gelu"]
     assert "forward" not in gm.__dict__
+
+
+def test_a_graph_module_with_an_example(times, taken):
+    model = fx.symbolic_trace(ffn())
+    gm = fxfuse.optimize(model, randn(0, 4, K))
+    (told,) = fxfuse.report(gm).measured
+    assert fxfuse.report(fxfuse.optimize(ffn(), randn(0, 5, K))).measured == [replace(told, when="before")]
+    taken.clear()
+    torch.testing.assert_close(call(gm), call(model))
+    assert taken == ["gelu"]
+
+
+def test_an_exported_program(times):
+    """Its arguments are nested and given by name; its graph is flat."""
+
+    class Nested(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = ffn()
+
+        def forward(self, given):
+            return {"y": self.inner(given["x"])}
+
+    given = {"x": randn(0, 4, K)}
+    gm = torch.export.export(Nested().eval(), (given,)).module()
+    optimized = fxfuse.optimize(gm, example_kwargs={"given": given})
+    (told,) = fxfuse.report(optimized).measured
+    assert (told.op, told.rows) == ("linear_act gelu", "4-7")
+    torch.testing.assert_close(optimized(given), gm(given))
+    torch.testing.assert_close(fxfuse.restore(optimized)(given), gm(given))
+
+
+@pytest.mark.parametrize(
+    ("options", "note"),
+    [
+        ({"pack": True}, "no weights are packed: the graph of a GraphModule has no place to keep copies of them"),
+        ({"example_inputs": randn(0, 4, K + 1)}, "nothing was measured: the run for it raised RuntimeError: "),
+        ({"example_inputs": (1, 2)}, "The example inputs were not used: "),
+        ({"example_kwargs": {"other": 1}}, "The example inputs were not used: "),
+    ],
+    ids=["pack", "size", "count", "name"],
+)
+@pytest.mark.filterwarnings("ignore::fxfuse.errors.ExampleWarning")
+def test_what_a_graph_module_does_without(options, note, times):
+    report = fxfuse.report(fxfuse.optimize(fx.symbolic_trace(ffn()), **options))
+    assert [n[: len(note)] for n in report.notes] == [note]
+    assert not report.measured
+    assert [e.rule for e in report.fused] == ["linear_act"]
 
 
 def test_several_arguments(times):

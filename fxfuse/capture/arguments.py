@@ -1,4 +1,4 @@
-"""How a forward is called: which arguments are free tensors in a trace, and which are constants to it."""
+"""How a forward is called: which arguments are free tensors in a trace, which constants to it, which handed on."""
 
 from __future__ import annotations
 
@@ -30,21 +30,29 @@ _TAKEN = frozenset({"any", "getattr", "len", "list", "str", "tuple", "type"})
 P = inspect.Parameter
 
 
+@dataclass(frozen=True)
+class Handed:
+    """An argument that is neither a tensor nor a constant: a forward may hand it on to a module that it calls."""
+
+    kind: type
+
+
 @dataclass
 class Recorded:
-    """One call of a module in the example run: each argument as a Fact where it was a tensor, else as it was."""
+    """One call of a module in the example run: tensors as Facts, constants as they were, and others by their class."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
     @staticmethod
     def of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recorded:
-        note = lambda v: Fact.of(v) if isinstance(v, torch.Tensor) else v  # noqa: E731
-        return Recorded(tuple(map(note, args)), {k: note(v) for k, v in kwargs.items()})
+        def note(value: Any) -> Any:
+            # Nothing else is kept alive by it.
+            if isinstance(value, torch.Tensor):
+                return Fact.of(value)
+            return value if _is_constant(value) else Handed(type(value))
 
-    def is_plain(self) -> bool:
-        """Whether it holds nothing but facts and constants, so that keeping it keeps nothing else alive."""
-        return all(_is_constant(v) or isinstance(v, Fact) for v in (*self.args, *self.kwargs.values()))
+        return Recorded(tuple(map(note, args)), {k: note(v) for k, v in kwargs.items()})
 
 
 @dataclass
@@ -55,6 +63,8 @@ class Arguments:
     """The parameters as the function itself has them, decorators not looked through."""
     free: dict[str, str] = field(default_factory=dict)
     """placeholder name -> Python expression for it in the scope of the parameters."""
+    handed: dict[str, tuple[str, type]] = field(default_factory=dict)
+    """placeholder name -> Python expression and class of what the trace may only hand on."""
     constants: dict[str, Any] = field(default_factory=dict)
     """Python expression -> the value that the trace took it to have."""
     counts: dict[str, int] = field(default_factory=dict)
@@ -64,9 +74,14 @@ class Arguments:
     facts: dict[str, Fact] = field(default_factory=dict)
     """placeholder name -> its Fact in the recorded call."""
 
+    @property
+    def placeholders(self) -> dict[str, str]:
+        """Placeholder name -> Python expression for it, in the order of the graph."""
+        return {**self.free, **{name: expression for name, (expression, _) in self.handed.items()}}
+
     def call(self, placeholder: Callable[[str], Any]) -> tuple[tuple, dict[str, Any]]:
         """Arguments to trace the forward with."""
-        made = {expression: placeholder(name) for name, expression in self.free.items()}
+        made = {expression: placeholder(name) for name, expression in self.placeholders.items()}
         value = lambda expression: made[expression] if expression in made else self.constants[expression]  # noqa: E731
         args: list[Any] = []
         kwargs: dict[str, Any] = {}
@@ -135,7 +150,7 @@ def _decide(plan: Arguments, placeholder: str, expression: str, value: Any) -> N
         # A list of its own: the caller's may change.
         plan.constants[expression] = list(value) if isinstance(value, list) else value
     else:
-        raise Untraceable(f"its argument {expression} is a {type(value).__name__}")
+        plan.handed[placeholder] = expression, value.kind if isinstance(value, Handed) else type(value)
 
 
 def _is_constant(value: Any) -> bool:

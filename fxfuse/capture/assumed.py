@@ -32,3 +32,5 @@ class Assumed:
     """Functions that made nodes, with the names of the files that they stand in."""
     dtypes: dict[tuple[str, str], torch.dtype] = field(default_factory=dict)
     """See ``Dtypes.assumed``."""
+    devices: dict[tuple[str, str], dict[str, bool]] = field(default_factory=dict)
+    """See ``devices.Decisions``."""

@@ -20,7 +20,7 @@ from torch.utils._device import DeviceContext
 from fxfuse.capture.arguments import Arguments
 from fxfuse.capture.assumed import ABSENT
 from fxfuse.capture.names import Name
-from fxfuse.capture.tree import HOOKS, contents, intact, same
+from fxfuse.capture.tree import contents, intact, same
 
 
 def only_default_device() -> bool:
@@ -38,7 +38,7 @@ SCOPE: dict[str, Any] = {
     "fx_default_device": only_default_device,
     "fx_dispatch_modes": torch._C._len_torch_dispatch_stack,
     "fx_functorch_level": torch._C._functorch.maybe_current_level,
-    "fx_jit_tracing": torch._C._get_tracing_state,
+    "fx_jit_tracing": torch._C._is_tracing,
     "fx_forward_ad": torch.autograd.forward_ad,
     "fx_autocast": torch._C._is_any_autocast_enabled,
     "fx_torch": torch,
@@ -71,7 +71,7 @@ ENVIRONMENT = (
     Check("(not fx_function_modes() or fx_default_device())", "plain", "'a torch function mode is active'"),
     Check("not fx_dispatch_modes()", "plain", "'a torch dispatch mode is active'"),
     Check("fx_functorch_level() is None", "plain", "'inside a functorch transform'"),
-    Check("fx_jit_tracing() is None", "plain", "'torch.jit.trace is tracing'"),
+    Check("not fx_jit_tracing()", "plain", "'torch.jit.trace is tracing'"),
     Check("fx_forward_ad._current_level < 0", "plain", "'forward-mode AD is active'"),
     Check("not fx_autocast()", "plain", "'autocast is on'"),
     Check(
@@ -106,6 +106,11 @@ def of_arguments(
                 f"f'argument {_quoted(expression)}: expected {{{constant}!r}}, found {{fx_describe({expression})}}'",
             )
         )
+    for expression, kind in arguments.handed.values():
+        constant = f"fx_constant_{len(scope)}"
+        scope[constant] = kind
+        why = f"f'argument {_quoted(expression)}: expected a {kind.__name__}, found {{fx_describe({expression})}}'"
+        checks.append(Check(f"type({expression}) is {constant}", "fallback", why))
     for expression in arguments.free.values():
         shown = _quoted(expression)
         checks.append(
@@ -141,7 +146,8 @@ def of_arguments(
 
 
 def of_gradients(arguments: Arguments, owner: str | None) -> Check:
-    needing = [f"{e}.requires_grad" for e in arguments.free.values()]
+    # What is handed on may hold tensors that need one.
+    needing = ["True"] if arguments.handed else [f"{e}.requires_grad" for e in arguments.free.values()]
     if owner:
         needing.append(f"any(p.requires_grad for p in {owner}.parameters())")
     return Check(f"not (fx_grad_enabled() and ({' or '.join(needing) or 'False'}))", "plain", "'gradients are needed'")
@@ -156,8 +162,8 @@ def of_module(local: str, reach: str, path: str, module: nn.Module, cls: str) ->
     at, table = path or None, attributes(local)
     if path:
         yield Check(f"{reach} is {local}", "fallback", f"'module {shown} was replaced'", at)
-        first, *others = HOOKS
-        hooks = " or ".join([f"({table} := {local}.__dict__)[{first!r}]", *(f"{table}[{h!r}]" for h in others)])
+        # Hooks of backward change nothing where no gradient is needed, and a call that needs one is not fused.
+        hooks = f"({table} := {local}.__dict__)['_forward_hooks'] or {table}['_forward_pre_hooks']"
         yield Check(f"not ({hooks})", "fallback", f"'module {shown} has hooks: expected none'", at)
         own = f"('forward' not in {table} or fx_intact({local}))"  # or that of a region inside this one
         yield Check(own, "fallback", f"'module {shown} has a forward of its own'", at)
@@ -294,6 +300,12 @@ def of_dtype(target: str, reach: str, dtype: torch.dtype) -> Check:
     return Check(f"{found} is fx_{dtype}", "fallback", why)
 
 
+def of_device(target: str, reach: str, name: str, was: bool) -> Check:
+    """Check that a tensor lies on a device of this name, or does not, as when the forward decided by it."""
+    why = f"'{_quoted(target)}: expected {'' if was else 'no '}device {_quoted(name)}, found ' + {reach}.device.type"
+    return Check(f"({reach}.device.type == {name!r}) is {was}", "fallback", why)
+
+
 def of_name(name: Name, scope: dict[str, Any]) -> Check:
     """Check of what a function finds by name. These belong to no module: they stay in ``scope``."""
     place, constant = f"fx_place_{len(scope)}", f"fx_constant_{len(scope)}"
@@ -336,10 +348,10 @@ def of_read(target: str, name: str, reach: str, value: Any, at: str | None) -> I
         )
 
 
-def of_like(target: str, name: str, other: str, at: str | None) -> Check:
-    """Check that two tensors which had one dtype still do."""
+def of_like(target: str, name: str, other: str, dtype: str, at: str | None) -> Check:
+    """Check that a tensor still has the dtype of another; ``dtype`` is an expression for it."""
     why = f"f'{_quoted(target)} is {{{name}.dtype}} beside {{{other}.dtype}}'"
-    return Check(f"{name}.dtype is {other}.dtype", "fallback", why, at)
+    return Check(f"{name}.dtype is {dtype}", "fallback", why, at)
 
 
 def describe(value: Any) -> str:

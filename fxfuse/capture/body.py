@@ -12,6 +12,9 @@ from torch import fx
 from fxfuse import ops
 from fxfuse.ops.prepack import Store
 
+Watch = Callable[[Callable[..., torch.Tensor], tuple[Any, ...], tuple[Any, ...]], None]
+"""Is told of each call of a fused operator: the operator, its tensors, its other arguments."""
+
 
 def read_targets(graph: fx.Graph) -> list[str]:
     """What the graph reads from the model, in the order in which a body takes it."""
@@ -22,14 +25,17 @@ def copied(graph: fx.Graph) -> fx.Graph:
     """A graph of its own with the same nodes; that of a GraphModule keeps it alive, and the parameters that it had."""
     new = fx.Graph()
     new.output(new.graph_copy(graph, {}))
+    new.set_codegen(graph._codegen)  # what an exported program takes and returns is nested, while its graph is flat
     return new
 
 
-def compile_body(graph: fx.Graph, name: str, store: Store | None = None) -> Callable[..., Any]:
+def compile_body(
+    graph: fx.Graph, name: str, store: Store | None = None, watch: Watch | None = None
+) -> Callable[..., Any]:
     """``body(self, *placeholders, *reads)``, with a site of its own at each place where a fused operator is called.
 
     Sites remember what they found out about weights, so a body belongs to one region and its owner. ``store`` takes the
-    packed copies of weights, where there may be any.
+    packed copies of weights, where there may be any; ``watch`` sees each call of a site before it runs.
     """
     new = fx.Graph()
     # A graph is a cycle, and the body another one if it is among its own globals. With the sites in neither, what they
@@ -53,9 +59,11 @@ def compile_body(graph: fx.Graph, name: str, store: Store | None = None) -> Call
             mapping[node] = copied = new.node_copy(node, mapping.__getitem__)
             site = ops.site(copied, store)
             if site is not None:
-                run, copied.args = site
-                copied.target = stand_in(run)
-            elif _is_transposed_parameter(node):
+                run, tensors = site
+                if watch is not None:
+                    run = _watched(run, watch, node.target, copied.args[len(tensors) :])
+                copied.target, copied.args = stand_in(run), tensors
+            elif is_transposed_parameter(node):
                 copied.target = stand_in(ops.Kept(torch.t).__call__)
     code = new.python_code("self")
     scope = {k: runs.get(v, v) if isinstance(v, types.FunctionType) else v for k, v in code.globals.items()}
@@ -64,7 +72,15 @@ def compile_body(graph: fx.Graph, name: str, store: Store | None = None) -> Call
     return body
 
 
-def _is_transposed_parameter(node: fx.Node) -> bool:
+def _watched(run: Callable[..., Any], watch: Watch, target: Any, rest: tuple[Any, ...]) -> Callable[..., Any]:
+    def watched(*tensors: Any) -> Any:
+        watch(target, tensors, rest)
+        return run(*tensors)
+
+    return watched
+
+
+def is_transposed_parameter(node: fx.Node) -> bool:
     """Whether the node transposes a parameter for fused operators only: nobody else may get hold of a view we keep."""
     source = node.args[0] if node.op == "call_function" and node.target is torch.t else None
     return isinstance(source, fx.Node) and source.op == "get_attr" and all(u.target in ops.SITES for u in node.users)

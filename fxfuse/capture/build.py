@@ -49,16 +49,16 @@ def optimize_module(model: nn.Module, example: Example, options: Options) -> tup
         with _timed(report, "rewrite"):
             built = [build_region(trace, options, report) for trace in walk.traces]
         useful = [region for region in built if region is not None]
-        if recorded is None or example is None or not options.check:
+        found = tuning.Found()
+        if recorded is None or example is None or not (options.check or options.tune == "example"):
             break
         with _timed(report, "check"):
-            found = differing(target, useful, *example)
-        if not found:
+            differ = differing(target, useful, example, found.watch, options.check)
+        if not differ:
             break
         # What lies inside a wrong region may be right by itself, so it gets its own trace.
-        wrong |= found
-    if recorded is not None and example is not None and options.tune == "example":
-        _tune(lambda: tuning.of_example(target, useful, *example), options, report)
+        wrong |= differ
+    _measure(found, options, report)
     report.packed = _store(options)
     installed = Installed(report, [], options=options, recorded=recorded)
     for region in useful:
@@ -70,15 +70,10 @@ def optimize_module(model: nn.Module, example: Example, options: Options) -> tup
     return target, report
 
 
-def _tune(find: Callable[[], tuning.Found], options: Options, report: Report) -> None:
-    """Measure what ``find`` finds."""
-    with _timed(report, "tune"):
-        try:
-            found = find()
-        except Exception as error:  # choices are never needed
-            report.notes.append(f"nothing was measured: the run for it raised {type(error).__name__}: {error}")
-            return
-        tuning.measure(found, report, pack=bool(options.pack))
+def _measure(found: tuning.Found, options: Options, report: Report) -> None:
+    if found and options.tune == "example":
+        with _timed(report, "tune"):
+            tuning.measure(found, report, pack=bool(options.pack))
 
 
 def _store(options: Options) -> Store | None:
@@ -131,7 +126,7 @@ def optimize_function(function: Callable[..., Any], example: Example, options: O
 def _function_region(function: Callable[..., Any], example: Example, options: Options, report: Report) -> Region | None:
     try:
         arguments = plan(function, Recorded.of(*example) if example is not None else None)
-        tracer = trace_function(function, arguments.call)
+        tracer = trace_function(function, arguments)
     except Untraceable as refusal:
         report.uncaptured.append(Uncaptured("", "function", str(refusal)))
         return None
@@ -145,14 +140,14 @@ def _function_region(function: Callable[..., Any], example: Example, options: Op
     region = Region(
         "", function, arguments, copied(gm.graph), original, tracer.constants, {}, tracer.assumed, rewriting
     )
-    if example is not None and options.check:
-        reason = function_differs(region, *example)
+    if example is not None and (options.check or options.tune == "example"):
+        found = tuning.Found()
+        reason = function_differs(region, example, found.watch, options.check)
         if reason:
             report.events, report.regions = [], []
             report.uncaptured.append(Uncaptured("", "function", reason))
             return None
-    if example is not None and options.tune == "example":
-        _tune(lambda: tuning.of_function_example(region, *example), options, report)
+        _measure(found, options, report)
     return region
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from fxfuse.capture.watched import own_class
 from fxfuse.spellings import ACTIVATIONS, MODULES, spell
 
 _COMPARISONS = {operator.eq: True, operator.ne: False}
@@ -44,6 +45,9 @@ class Dtypes:
         return self.of(side.args[0]) if is_dtype else None
 
     def of(self, node: Any) -> torch.dtype | None:
+        taken = self.of_linears(node)
+        if taken is not None:
+            return taken
         if node.op == "placeholder":
             return self.assume(node, self.known.get(node.name, self.of_parameters(self.root)))
         if node.op == "get_attr":
@@ -54,7 +58,7 @@ class Dtypes:
         inputs = {self.of(arg) for arg in node.all_input_nodes}
         if node.op == "call_module":
             module = self.root.get_submodule(str(node.target))
-            if not isinstance(module, (nn.Linear, nn.Dropout, nn.Identity, *MODULES)):
+            if not isinstance(module, (nn.Linear, nn.Dropout, nn.Identity, nn.LayerNorm, *MODULES)):
                 return None
             inputs |= {parameter.dtype for parameter in module.parameters()}
         else:
@@ -63,6 +67,22 @@ class Dtypes:
                 return None
         only = inputs.pop() if len(inputs) == 1 else None
         return only if only is not None and only.is_floating_point else None
+
+    def of_linears(self, node: fx.Node) -> torch.dtype | None:
+        """That of a weight that the value, itself or normalised, was multiplied by: another would have raised there."""
+        for user in node.users:
+            if user.op != "call_module" or user.args[:1] != (node,):
+                continue
+            module = self.root.get_submodule(str(user.target))
+            weight = module._parameters.get("weight")
+            found = None
+            if own_class(module) is nn.Linear and weight is not None:
+                self.assumed["get_attr", f"{user.target}.weight"] = found = weight.dtype
+            elif own_class(module) in (nn.LayerNorm, nn.Dropout):
+                found = self.of_linears(user)
+            if found is not None:
+                return found
+        return None
 
     def assume(self, node: fx.Node, dtype: torch.dtype | None) -> torch.dtype | None:
         if dtype is not None:

@@ -126,6 +126,8 @@ class StandIns:
         given = next((vars(base)[name] for base in type(stand_in).__mro__ if name in vars(base)), None)
         if isinstance(given, _COMPUTED):
             return value
-        original = self.originals[id(stand_in)]
+        original = self.originals.get(id(stand_in))
+        if original is None:
+            raise Untraceable(f"copies a {type(stand_in).__name__}, which may change")
         self.assumed.foreign[id(original), name] = original, name, value
         return self.of(value)

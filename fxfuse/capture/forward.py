@@ -36,7 +36,7 @@ def generate(region: Any, assumed: Assumed, rewriting: Rewriting) -> Generated:
     writer = _Writer(region, assumed)
     checks = writer.checks(rewriting)
     parameters, names = _parameters(region.arguments, writer.on_module, writer.scope)
-    values = ", ".join([*writer.own, *region.arguments.free.values(), *writer.reads.values()])
+    values = ", ".join([*writer.own, *region.arguments.placeholders.values(), *writer.reads.values()])
     lines = [
         f"def forward({parameters}):",
         "    try:",
@@ -90,9 +90,11 @@ class _Writer:
             checks += self._of_attributes()
         for owner, name, value in self.assumed.foreign.values():
             checks.append(assumptions.of_foreign(owner, name, value, self.held))
-        for (op, target), dtype in self.assumed.dtypes.items():
-            reach = arguments.free[target] if op == "placeholder" else self._reach_tensor(target)
-            checks.append(assumptions.of_dtype(target, reach, dtype))
+        for source, dtype in self.assumed.dtypes.items():
+            checks.append(assumptions.of_dtype(source[1], self._reach_source(*source), dtype))
+        for source, there in self.assumed.devices.items():
+            reach = self._reach_source(*source)
+            checks += [assumptions.of_device(source[1], reach, name, was) for name, was in there.items()]
         with LOCK:  # while another thread traces, others stand in for some of a file's functions
             checks += [assumptions.of_name(name, self.scope) for name in self._names()]
         checks += self._of_reads()
@@ -144,17 +146,23 @@ class _Writer:
     def _of_reads(self) -> list[assumptions.Check]:
         """Names the tensors that the graph reads from the model, and checks what is checked of each."""
         checks: list[assumptions.Check] = []
-        floating: dict[torch.dtype, str] = {}
-        """The first tensor read of each dtype, which the others share: weights are cast together or not at all."""
+        floating: dict[torch.dtype, tuple[str, str]] = {}
+        """dtype -> the first tensor read that has it, and an expression for what the others share: weights are cast
+        together or not at all."""
         for target in read_targets(self.region.graph):
             name = self.reads[target] = f"fx_read_{len(self.reads)}"
             value = self.region.resolve(target)
             at = target.rpartition(".")[0]
             at = at if at in self.region.inlined else ""
             checks += assumptions.of_read(target, name, self._reach_tensor(target), value, at or None)
-            if isinstance(value, torch.Tensor) and value.is_floating_point():
-                first = floating.setdefault(value.dtype, name)
-                checks += [assumptions.of_like(target, name, first, at or None)] if first != name else []
+            if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+                continue
+            if value.dtype not in floating:
+                floating[value.dtype] = name, f"(fx_dtype_of_{name} := {name}.dtype)"
+                continue
+            first, dtype = floating[value.dtype]
+            checks.append(assumptions.of_like(target, name, first, dtype, at or None))
+            floating[value.dtype] = first, f"fx_dtype_of_{first}"
         return checks
 
     def _containers(self) -> list[str]:
@@ -189,6 +197,9 @@ class _Writer:
         if path in self.local:
             return f"{assumptions.attributes(self.local[path])}[{name!r}]"
         return f"{self._reach(path)}.{name}"
+
+    def _reach_source(self, op: str, target: str) -> str:
+        return self.region.arguments.free[target] if op == "placeholder" else self._reach_tensor(target)
 
     def _reach_tensor(self, target: str) -> str:
         if target in self.region.constants:

@@ -21,7 +21,8 @@ from fxfuse.options import Options
 from fxfuse.report import Report
 
 PATIENCE = 3
-"""A region whose assumptions failed this many calls running is traced again, smaller."""
+"""A region whose assumptions failed this often is traced again, smaller: this many calls running where a module inside
+it was changed, as a hook comes and goes; in all where other kinds of calls take turns with those that it serves."""
 MOST_TRACES = 8
 """A region is traced again this often at most."""
 GIVE_UP = 64
@@ -43,7 +44,7 @@ class Installed:
         report.options = self.options.explained()
         self.graph = graph
         """Of a GraphModule, which has no regions: the graph that it had before."""
-        self.recorded = None if recorded is None else {p: r for p, r in recorded.items() if r.is_plain()}
+        self.recorded = recorded
         """Module path -> its call in the example run."""
         self.leaves: set[str] = set()
         """Paths of modules that were traced through once, and are only called since."""
@@ -56,9 +57,21 @@ class Installed:
         region.fell_back = self.fell_back
         store = self.report.packed
         region.pack_into(store if isinstance(store, Store) else None)
+        self._capture_calls(region)
         if region.on_module:
             regions.install(region)
         self.regions = [*(r for r in self.regions if r.path != region.path), region]
+
+    def _capture_calls(self, region: Region) -> None:
+        if not self.options.cuda_graphs:
+            return
+
+        def not_captured(why: str) -> None:
+            note = f"region {region.path or '.'}: calls without a CUDA graph: {why}"
+            if note not in self.report.notes:
+                self.report.notes.append(note)
+
+        region.capture_calls(not_captured)
 
     def fell_back(self, region: Region, why: str, at: str | None) -> None:
         """A call of ``region`` broke an assumption. ``at``: path of the inlined module that it is about."""
@@ -67,7 +80,8 @@ class Installed:
         if not region.on_module:
             return
         running = region.running_fallbacks
-        again = running >= PATIENCE and region.may_be_traced_again
+        failures = region.fallbacks if at is None else running
+        again = failures >= PATIENCE and region.may_be_traced_again
         # Other threads meanwhile, and whoever calls while something is traced, run the original forward.
         if (running >= GIVE_UP or again) and LOCK.acquire(blocking=False):
             try:
@@ -117,7 +131,7 @@ class Installed:
         self._report(region, found, walk, at is None)
         names = ", ".join(r.path or "." for r in new) or "none"
         self.report.notes.append(
-            f"region {region.path or '.'} fell back {PATIENCE} calls running ({why}); traced again"
+            f"region {region.path or '.'} fell back {PATIENCE} times ({why}); traced again"
             + (f" with {at} as a call" if at is not None else " inside")
             + f", regions now: {names}"
         )
@@ -140,6 +154,7 @@ class Installed:
         new.leaves, new.traces = set(self.leaves), Counter(self.traces)
         for region in new.regions:
             region.fell_back = new.fell_back
+            new._capture_calls(region)
         return new
 
 

@@ -16,9 +16,10 @@ from torch import fx, nn
 
 from fxfuse.capture.arguments import Arguments
 from fxfuse.capture.assumed import Assumed
-from fxfuse.capture.body import compile_body, copied
+from fxfuse.capture.body import Watch, compile_body, copied
 from fxfuse.capture.copies import protect, release
 from fxfuse.capture.forward import dress, generate
+from fxfuse.capture.replay import Replayed, refusal
 from fxfuse.capture.tree import REGION, ROOT, intact
 from fxfuse.engine import Rewriting
 from fxfuse.ops.prepack import Store
@@ -45,13 +46,15 @@ class Region:
         self.calls = Calls()
         self.previous: Any = None
         """The instance's own forward before, if it had one."""
-        self.running_fallbacks, self.fused_then = 0, 0
-        """Fallbacks since the last fused call, and the count of fused calls at the last fallback."""
+        self.fallbacks, self.running_fallbacks, self.fused_then = 0, 0, 0
+        """Fallbacks, those since the last fused call, and the count of fused calls at the last fallback."""
         self.fell_back: Callable[[Region, str, str | None], None] = _nobody
         """Called at each fallback with the reason and the path of the inlined module that it lies in, if in one."""
         self.may_be_traced_again = True
         self.store: Store | None = None
         """Of the model's packed weights, where it may have any."""
+        self.not_captured: Callable[[str], None] | None = None
+        """Where its calls are to be captured as CUDA graphs: takes the reason why some are not."""
         self.generated = generate(self, assumed, rewriting)
         self.body = self.new_body()
         self._bind()
@@ -92,13 +95,23 @@ class Region:
             self.store = store
             self.forget()
 
+    def capture_calls(self, not_captured: Callable[[str], None]) -> None:
+        """Let its calls be captured as CUDA graphs; ``not_captured`` takes the reason where one is not."""
+        self.not_captured = not_captured
+        self.forget()
+
     def forget(self) -> None:
-        """Drop what its sites found out, packed weights too; they find out anew."""
+        """Drop what its sites found out, packed weights and CUDA graphs too; they find out anew."""
         self.body = self.new_body()
 
-    def new_body(self) -> Callable[..., Any]:
-        """The graph as a function whose sites have found out nothing yet."""
-        body = compile_body(self.graph, self.path or "root", self.store)
+    def new_body(self, watch: Watch | None = None) -> Callable[..., Any]:
+        """The graph as a function whose sites have found out nothing yet. One that is watched packs no weights."""
+        body = compile_body(self.graph, self.path or "root", None if watch else self.store, watch)
+        if self.not_captured is not None and watch is None:
+            count = len(self.graph.find_nodes(op="placeholder"))
+            body = Replayed(
+                body, count, lambda: refusal(self.graph_module()), self.calls.count_replay, self.not_captured
+            )
         return body if self.on_module else functools.partial(body, None)
 
     # calls that do not take the graph
@@ -121,6 +134,7 @@ class Region:
             self.calls.plain += 1
         else:
             self.calls.fallback += 1
+            self.fallbacks += 1
             self.running_fallbacks = self.running_fallbacks + 1 if self.calls.fused == self.fused_then else 1
             self.fused_then = self.calls.fused
             self.fell_back(self, why, at)
@@ -134,7 +148,7 @@ class Region:
             setattr(new, name, copy.deepcopy(getattr(self, name), memo))
         new.generated = dataclasses.replace(self.generated, owned=copy.deepcopy(self.generated.owned, memo))
         # Whoever copies a whole model says to whom the copy is to turn; a module copied by itself has no model.
-        new.fell_back = _nobody
+        new.fell_back, new.not_captured = _nobody, None
         new.body = new.new_body()
         new._bind()
         for name in ("__module__", "__name__", "__qualname__", "__doc__", "__annotations__", "__dict__"):

@@ -24,14 +24,16 @@ import torch
 from torch import fx, nn
 from torch.fx._symbolic_trace import _autowrap_check, _new_patcher, _patch_wrapped_functions
 
-from fxfuse.capture import asked
+from fxfuse.capture import asked, factories
+from fxfuse.capture.arguments import Arguments
 from fxfuse.capture.assumed import Assumed
+from fxfuse.capture.devices import Devices
 from fxfuse.capture.dtypes import Dtypes
 from fxfuse.capture.foreign import StandIns
 from fxfuse.capture.names import names_of, tensors_of
 from fxfuse.capture.recording import Recording
 from fxfuse.capture.tree import changed, hooked, is_opaque, preserved, snapshot
-from fxfuse.capture.value import Untraceable, Value, is_instance, is_tensor
+from fxfuse.capture.value import Handed, Untraceable, Value, is_instance, is_tensor
 from fxfuse.capture.watched import TRACER, own_class, watched
 
 LOCK = threading.RLock()
@@ -54,9 +56,10 @@ class Tracer(fx.Tracer):
         self.has_example = has_example
         self.assumed = Assumed()
         self.dtypes = Dtypes(root, dtypes or {}, self.assumed.dtypes)
+        self.devices = Devices(root, self.assumed.devices)
         self.stand_ins = StandIns(self.assumed, lambda: self.running)
-        self.asked: dict[int, Callable[..., Any]] = {}
-        """id of a function that asks for PyTorch's state -> what notes the answer."""
+        self.replaced: dict[int, Callable[..., Any]] = {}
+        """id of a function of torch -> what a forward finds in its place."""
         self.leaves = set(leaves)
         self.graph = fx.Graph(tracer_cls=fx.Tracer)
         # Generated code calls the module ``self``, so a node for a submodule of that name needs another.
@@ -72,6 +75,8 @@ class Tracer(fx.Tracer):
         self.watches_modules = False
         """Whether calls of modules are refused: a function's graph would not notice when these change."""
         self.patcher: Any = None
+        self.handed: dict[str, tuple[str, type]] = {}
+        """See ``Arguments.handed``."""
 
     # modules
 
@@ -153,11 +158,14 @@ class Tracer(fx.Tracer):
         return source
 
     def to_bool(self, obj: fx.Proxy) -> bool:
-        decided = self.dtypes.decide(obj.node)
-        return super().to_bool(obj) if decided is None else decided
+        for known in (self.dtypes, self.devices):
+            decided = known.decide(obj.node)
+            if decided is not None:
+                return decided
+        return super().to_bool(obj)
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
-        return Value(node, self)
+        return Handed(node, self) if node.op == "placeholder" and node.target in self.handed else Value(node, self)
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
         return attr_val
@@ -169,18 +177,19 @@ def _is_torch_leaf(cls: type[nn.Module]) -> bool:
 
 def trace_module(
     root: nn.Module,
-    call: Callable[[Any], tuple[tuple, dict[str, Any]]],
+    arguments: Arguments,
     leaves: Collection[str],
     *,
     dtypes: dict[str, torch.dtype] | None = None,
 ) -> Tracer:
-    """Trace ``root.forward``. ``call(placeholder)`` gives its arguments, making free ones with ``placeholder(name)``.
+    """Trace ``root.forward``, called with ``arguments``.
 
     ``dtypes``: those of the arguments, by placeholder name, where an example told them.
 
     ``root`` is an isolated copy and is used up. Raises Untraceable with the reason where there is no faithful graph.
     """
     tracer = Tracer(root, leaves, dtypes is not None, dtypes)
+    tracer.handed = arguments.handed
     for module in root.modules():
         if not is_opaque(module):
             module.__dict__[TRACER] = tracer
@@ -190,18 +199,18 @@ def trace_module(
             module.__class__ = watched(cls)
     before = snapshot(root)
     tracer.inlined[""] = root
-    run = functools.partial(_call_with_placeholders, tracer, root.forward, call)
+    run = functools.partial(_call_with_placeholders, tracer, root.forward, arguments.call)
     with preserved(root) as altered:
         return _run(tracer, run, root.forward, lambda: changed(root, before) or altered())
 
 
-def trace_function(function: Callable[..., Any], call: Callable[[Any], tuple[tuple, dict[str, Any]]]) -> Tracer:
+def trace_function(function: Callable[..., Any], arguments: Arguments) -> Tracer:
     """Trace a plain function; tensors that it finds by name are constants of the graph."""
     if isinstance(function, types.MethodType):
         raise Untraceable("it is a method, of an object that may change: optimize a module, or a function")
     tracer = Tracer(nn.Module(), (), has_example=True)
-    tracer.watches_modules = True
-    _run(tracer, functools.partial(_call_with_placeholders, tracer, function, call), function, lambda: None)
+    tracer.watches_modules, tracer.handed = True, arguments.handed
+    _run(tracer, functools.partial(_call_with_placeholders, tracer, function, arguments.call), function, lambda: None)
     if {id(t) for t in tracer.constants.values()} - tensors_of(names_of([function], tracer.assumed.code)):
         raise Untraceable("reads a tensor that is neither its argument nor found by a name")
     return tracer
@@ -223,9 +232,9 @@ def _run(tracer: Tracer, run: Callable[[], Any], code: Callable[..., Any], alter
         _patch_wrapped_functions(tracer.patcher)
         _autowrap_check(tracer.patcher, vars(math), tracer._autowrap_function_ids)
         tracer.patcher.patch(vars(torch), "is_tensor", is_tensor)
-        tracer.asked = asked.patches(tracer.assumed.answers)
-        _patch_asked(tracer, vars(torch))
-        _patch_asked(tracer, vars(torch.random))
+        tracer.replaced = asked.patches(tracer.assumed.answers) | factories.patches()
+        _patch_replaced(tracer, vars(torch))
+        _patch_replaced(tracer, vars(torch.random))
         _wrap_functions(tracer, code)
         states = asked.RandomStates()
         try:
@@ -235,6 +244,7 @@ def _run(tracer: Tracer, run: Callable[[], Any], code: Callable[..., Any], alter
             tracer.running = False
             _check_result(result)
             tracer.create_node("output", "output", (tracer.create_arg(result),), {})
+            _check_handed(tracer)
         except Untraceable:
             raise
         except Exception as error:  # whatever a forward may raise when its tensors have no values
@@ -259,13 +269,13 @@ def _wrap_functions(tracer: Any, code: Any) -> None:
     # Once only: the patcher undoes its patches in the order in which it made them.
     if scope.get("isinstance") is not is_instance:
         tracer.patcher.patch(scope, "isinstance", is_instance)
-        _patch_asked(tracer, scope)
+        _patch_replaced(tracer, scope)
 
 
-def _patch_asked(tracer: Any, scope: dict[str, Any]) -> None:
+def _patch_replaced(tracer: Any, scope: dict[str, Any]) -> None:
     for name, value in list(scope.items()):
-        if id(value) in tracer.asked:
-            tracer.patcher.patch(scope, name, tracer.asked[id(value)])
+        if id(value) in tracer.replaced:
+            tracer.patcher.patch(scope, name, tracer.replaced[id(value)])
 
 
 def _check_result(result: Any) -> None:
@@ -285,6 +295,13 @@ def _check_result(result: Any) -> None:
             _check_result(getattr(result, f.name))
     elif not isinstance(result, (torch.Tensor, int, float, complex, str, bool, torch.dtype, torch.device, type(None))):
         raise Untraceable(f"returns a {type(result).__name__}")
+
+
+def _check_handed(tracer: Tracer) -> None:
+    """Refuse graphs that do more with such an argument than to hand it on."""
+    for node in tracer.graph.find_nodes(op="placeholder"):
+        if node.target in tracer.handed and any(user.op != "call_module" for user in node.users):
+            Handed(node, tracer).refuse()
 
 
 def _explain(error: Exception) -> str:

@@ -57,6 +57,16 @@ class Value(_Writable):
         raise Untraceable("calls a value of the graph")
 
 
+class Handed(Value):
+    """An argument that is no tensor and no constant: nothing is known of it but its class."""
+
+    def refuse(self, *_: Any) -> Any:
+        expression, kind = self.tracer.handed[self.node.target]
+        raise Untraceable(f"its argument {expression} is a {kind.__name__}")
+
+    __getattr__ = __getitem__ = __iter__ = __len__ = __bool__ = __contains__ = __call__ = refuse
+
+
 def is_instance(value: Any, classes: Any) -> bool:
     """``isinstance`` as a forward is to see it: a proxy is no tensor by its type, but stands for one.
 
@@ -64,6 +74,8 @@ def is_instance(value: Any, classes: Any) -> bool:
     """
     if not isinstance(value, fx.Proxy) or isinstance(value, classes):
         return isinstance(value, classes)
+    if isinstance(value, Handed):
+        value.refuse()
     if isinstance(value, Value) and value.tracer.gives_tensor(value.node):
         return issubclass(torch.Tensor, classes)
     raise Untraceable("decides by the type of a value that is not known before the call")

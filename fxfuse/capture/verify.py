@@ -1,7 +1,8 @@
-"""Each region once on its real inputs: the rewritten graph against the module's own forward, by numerics.py."""
+"""Each region once on its real inputs: what it calls, and its answer against the module's own, by numerics.py."""
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,17 +13,23 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves
 
 from fxfuse import numerics
-from fxfuse.capture.body import read_targets
+from fxfuse.capture.body import Watch, read_targets
 from fxfuse.capture.record import own, trial_copy, trial_run, undisturbed
 from fxfuse.capture.region import Region
 from fxfuse.facts import Fact
 from fxfuse.ops.door import PLAIN_TYPES
 
+Example = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional and keyword arguments of one call."""
+
+Watching = Callable[[str], Watch]
+"""Gives what is told of the fused operators that the region at a path calls."""
+
 
 def differing(
-    model: nn.Module, regions: Sequence[Region], args: tuple[Any, ...], kwargs: dict[str, Any]
+    model: nn.Module, regions: Sequence[Region], example: Example, watching: Watching, check: bool
 ) -> dict[str, str]:
-    """Region path -> how its graph differs from its original forward.
+    """Region path -> how its graph differs from its original forward; without ``check``, only that it cannot run.
 
     Runs a copy of the model once, and holds the values of one region at a time.
     """
@@ -30,22 +37,23 @@ def differing(
     wrong: dict[str, str] = {}
     for region in regions:
         module = trial.get_submodule(region.path)
-        module.__dict__["forward"] = types.MethodType(_checking(region, module, wrong), module)
+        judge = functools.partial(_judged, region, module, module.forward, watching(region.path), check)
+        module.__dict__["forward"] = types.MethodType(_checking(region, module.forward, judge, wrong), module)
     with trial_run(model):
-        trial(*own(args), **own(kwargs))
+        trial(*own(example[0]), **own(example[1]))
     return wrong
 
 
-def _checking(region: Region, module: nn.Module, wrong: dict[str, str]) -> Any:
-    forward = module.forward
+def _checking(region: Region, forward: Callable[..., Any], judge: Callable[..., Any], wrong: dict[str, str]) -> Any:
     done = False
 
     def checked(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         nonlocal done
         if done:
+            # Another call of the same example may not be one that the graph is right for.
             return forward(*args, **kwargs)
         done = True
-        expected, reason = _judged(region, module, forward, args, kwargs)
+        expected, reason = judge(args, kwargs)
         if reason:
             wrong[region.path] = reason
         return expected
@@ -53,13 +61,15 @@ def _checking(region: Region, module: nn.Module, wrong: dict[str, str]) -> Any:
     return checked
 
 
-def function_differs(region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """How a function's graph differs from the function on these arguments; "" where it does not."""
+def function_differs(region: Region, example: Example, watching: Watching, check: bool) -> str:
+    """How a function's graph differs from the function on its example; "" where it does not."""
     with undisturbed():
-        return _judged(region, None, region.owner, args, kwargs)[1]
+        return _judged(region, None, region.owner, watching(region.path), check, *example)[1]
 
 
-def _judged(region: Region, owner: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, str]:
+def _judged(
+    region: Region, owner: Any, forward: Callable[..., Any], watch: Watch, check: bool, args: Any, kwargs: Any
+) -> tuple[Any, str]:
     """What ``forward`` returns, and how the region's graph differs from it."""
     ours, reference = own((args, kwargs)), own((args, kwargs))
     state = torch.random.get_rng_state()
@@ -67,20 +77,19 @@ def _judged(region: Region, owner: Any, forward: Callable[..., Any], args: Any, 
     after = torch.random.get_rng_state()
     torch.random.set_rng_state(state)
     try:
-        reason = _compare(region, owner, ours, reference, own(expected))
+        got = _as_called(region, owner, placeholders(region, ours), watch)
+        torch.random.set_rng_state(state)
+        reason = _compare(region, owner, got, reference, own(expected)) if check else ""
     except Exception as error:  # a graph that cannot run where the forward could is wrong, too
         reason = f"its graph raised {_named(error)}"
     torch.random.set_rng_state(after)
     return expected, reason and f"was wrong on the example: {reason}"
 
 
-def _compare(region: Region, owner: Any, ours: Any, reference: Any, expected: Any) -> str:
-    state = torch.random.get_rng_state()
-    got = _as_called(region, owner, placeholders(region, ours))
+def _compare(region: Region, owner: Any, got: Any, reference: Any, expected: Any) -> str:
     if any(isinstance(t, torch.Tensor) and t.is_meta for t in tree_leaves(expected)):
         # There are no values to compare.
         return "" if _facts(got) == _facts(expected) else f"it is {_facts(got)[0]}, not {_facts(expected)[0]}"
-    torch.random.set_rng_state(state)
     original = region.graph_module(original=True, owner=owner)
     with _Draws() as draws:
         traced = original(*placeholders(region, own(reference)))
@@ -118,7 +127,7 @@ class _Draws(TorchDispatchMode):
         return result
 
 
-def _as_called(region: Region, owner: Any, values: list[Any]) -> Any:
+def _as_called(region: Region, owner: Any, values: list[Any], watch: Watch) -> Any:
     """What a call of the region computes, by the implementations that it will run: the door is shut here.
 
     Where a call would not take the region (subclasses, tensors without memory), its operators say what they compute.
@@ -128,7 +137,7 @@ def _as_called(region: Region, owner: Any, values: list[Any]) -> Any:
     if not all(type(tensor) in PLAIN_TYPES and not tensor.is_meta for tensor in tensors):
         return region.graph_module(owner=owner)(*values)
     # A body of its own: the region's is to find out for itself what is best, once that has been measured.
-    return region.new_body()(*([owner] if region.on_module else []), *values, *reads)
+    return region.new_body(watch)(*([owner] if region.on_module else []), *values, *reads)
 
 
 def _equal(got: Any, expected: Any) -> bool:
@@ -152,4 +161,4 @@ def placeholders(region: Region, call: Any) -> list[Any]:
     """The values of the region's placeholders in a call."""
     bound = region.arguments.signature.bind(*call[0], **call[1])
     bound.apply_defaults()
-    return [eval(expression, {}, dict(bound.arguments)) for expression in region.arguments.free.values()]
+    return [eval(expression, {}, dict(bound.arguments)) for expression in region.arguments.placeholders.values()]

@@ -55,7 +55,7 @@ class Walk:
         self.visit(path, model)
 
     def visit(self, path: str, module: nn.Module) -> set[str]:
-        """The paths at or below ``path`` that a trace around them must keep as calls; none where it has a graph itself.
+        """The paths at or below ``path`` that a trace around them must keep as calls; none where all of it has a graph.
 
         Shared modules are taken once, where they are met first.
         """
@@ -94,7 +94,7 @@ class Walk:
                     # What was captured beside the calls is part of the larger region; what lies inside them stays.
                     self.traces[inner:] = [t for t in self.traces[inner:] if _within(t.path, calls)]
                     self.add(trace)
-                    return set()
+                    return calls
         self.uncaptured.append(Uncaptured(path, type(module).__name__, reason))
         return {path}
 
@@ -118,7 +118,7 @@ class Walk:
         arguments = plan(root.forward, recorded)
         calls = leaves | self.excluded(path, module)
         dtypes = {name: fact.dtype for name, fact in arguments.facts.items()} if recorded is not None else None
-        tracer = trace_module(root, arguments.call, calls, dtypes=dtypes)
+        tracer = trace_module(root, arguments, calls, dtypes=dtypes)
         return Trace(path, module, arguments, tracer)
 
     def refuse(self, path: str, module: nn.Module) -> None:

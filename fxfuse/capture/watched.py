@@ -24,23 +24,14 @@ _LARGEST_ARRAY = 1024
 def watched(cls: Any) -> type[nn.Module]:
     """A stand-in for ``cls`` whose calls and reads the tracer sees. Same name; ``super()`` works as before."""
 
+    # An instance without a tracer is no part of the model: a slice of a list of modules is a list of their class.
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return self.__dict__[TRACER].call(self, functools.partial(cls.__call__, self), args, kwargs)
+        call, tracer = functools.partial(cls.__call__, self), self.__dict__.get(TRACER)
+        return call(*args, **kwargs) if tracer is None else tracer.call(self, call, args, kwargs)
 
     def __getattr__(self: Any, name: str) -> Any:
-        tracer = self.__dict__[TRACER]
-        try:
-            value = cls.__getattr__(self, name)
-        except AttributeError:
-            value = None
-            if tracer.running:
-                tracer.assumed.absent.add((tracer.paths[id(self)], name))
-            raise
-        if isinstance(value, torch.Tensor) and (name in self._parameters or name in self._buffers):
-            return tracer.read(_join(tracer.paths[id(self)], name))
-        if value is None and tracer.running:
-            tracer.assumed.absent.add((tracer.paths[id(self)], name))
-        return value
+        tracer = self.__dict__.get(TRACER)
+        return cls.__getattr__(self, name) if tracer is None else _looked_up(tracer, cls, self, name)
 
     def __getattribute__(self: Any, name: str) -> Any:
         value = cls.__getattribute__(self, name)
@@ -76,6 +67,21 @@ def _given(cls: type[nn.Module], name: str) -> Any:
     """What a module's class has under a name, as the class keeps it; nn.Module's own names do not count."""
     bases = cls.__mro__[: cls.__mro__.index(nn.Module)]
     return next((vars(base)[name] for base in bases if name in vars(base)), _NOT_THERE)
+
+
+def _looked_up(tracer: Any, cls: Any, module: nn.Module, name: str) -> Any:
+    """What ``nn.Module.__getattr__`` finds, tensors as values of the graph; that there is nothing is noted."""
+    try:
+        value = cls.__getattr__(module, name)
+    except AttributeError:
+        if tracer.running:
+            tracer.assumed.absent.add((tracer.paths[id(module)], name))
+        raise
+    if isinstance(value, torch.Tensor) and (name in module._parameters or name in module._buffers):
+        return tracer.read(_join(tracer.paths[id(module)], name))
+    if value is None and tracer.running:
+        tracer.assumed.absent.add((tracer.paths[id(module)], name))
+    return value
 
 
 def _noted(tracer: Any, path: str, name: str, value: Any, given: Any) -> Any:

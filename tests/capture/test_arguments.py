@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import enum
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -184,10 +187,36 @@ def test_a_list_changed_by_its_owner():
     assert torch.equal(optimized(X, sizes), scaled(X, sizes))
 
 
-@pytest.mark.parametrize("value", [{"a": X}, [X], object(), {1, 2}, X.numpy()], ids=lambda v: type(v).__name__)
-def test_arguments_of_other_kinds(value):
+class Kept:
+    """A cache, say: neither a tensor nor a constant."""
+
+    def __init__(self) -> None:
+        self.seen: list[torch.Tensor] = []
+
+
+OTHERS = [{"a": X}, [X], (X, X), Kept(), {1, 2}, X.numpy(), len]
+USES: dict[str, Callable[[Any], Any]] = {
+    "attribute": lambda other: other.seen,
+    "element": lambda other: other[0],
+    "iteration": lambda other: [*other],
+    "length": lambda other: len(other),
+    "truth": lambda other: 1 if other else 0,
+    "membership": lambda other: X in other,
+    "type": lambda other: isinstance(other, torch.Tensor),
+    "call": lambda other: other(),
+    "function": lambda other: torch.cat(other),
+    "arithmetic": lambda other: other + 1,
+    "comparison": lambda other: other == 1,
+}
+
+
+@pytest.mark.parametrize("value", OTHERS, ids=lambda v: type(v).__name__)
+@pytest.mark.parametrize("use", USES)
+def test_arguments_of_other_kinds_are_not_looked_into(use, value):
     class Taking(Model):
         def forward(self, x, other):
+            with contextlib.suppress(AttributeError, LookupError, TypeError, ValueError, RuntimeError):
+                USES[use](other)
             return self.core(x)
 
     model = Taking().eval()
@@ -196,6 +225,53 @@ def test_arguments_of_other_kinds(value):
     assert uncaptured.reason == f"its argument other is a {type(value).__name__}"
     with torch.no_grad():
         assert torch.equal(optimized(X, value), model(X, value))
+
+
+class Attends(nn.Module):
+    """Has no graph: it asks what it is given, and keeps what it has seen there."""
+
+    def forward(self, x: torch.Tensor, kept: Any) -> torch.Tensor:
+        if isinstance(kept, Kept):
+            kept.seen.append(x)
+            return x + len(kept.seen)
+        return x * 2 if kept is None else x + kept[0]
+
+
+class HandsOn(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attends = Attends()
+
+    def forward(self, x, kept=None):
+        return self.core(x if kept is None else self.attends(x, kept=kept))
+
+
+@pytest.mark.parametrize("value", [(BIAS, X), [BIAS], {0: BIAS}, Kept()], ids=lambda v: type(v).__name__)
+def test_an_argument_is_handed_on(value):
+    model = HandsOn().eval()
+    optimized = fxfuse.optimize(model, (X, value))
+    calls = fxfuse.report(optimized).calls[""]
+    assert not isinstance(value, Kept) or value.seen == []
+    with torch.no_grad():
+        for _ in range(2):
+            ours, theirs = copy.deepcopy(value), copy.deepcopy(value)
+            for _ in range(2):
+                assert torch.equal(optimized(X, ours), model(X, theirs))
+            assert not isinstance(ours, Kept) or len(ours.seen) == len(theirs.seen) == 2
+        assert (calls.fused, calls.fallback) == (4, 0)
+        assert torch.equal(optimized(X), model(X))
+    assert list(calls.reasons) == [f"argument kept: expected a {type(value).__name__}, found None"]
+
+
+def test_what_is_handed_on_may_need_gradients():
+    model = HandsOn().eval().requires_grad_(False)
+    optimized = fxfuse.optimize(model, (X, [BIAS]))
+    bias = BIAS.clone().requires_grad_()
+    optimized(X, [bias]).sum().backward()
+    ours, bias.grad = bias.grad, None
+    model(X, [bias]).sum().backward()
+    assert torch.equal(ours, bias.grad)
+    assert list(fxfuse.report(optimized).calls[""].reasons) == ["gradients are needed"]
 
 
 def test_names_that_generated_code_needs():

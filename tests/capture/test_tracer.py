@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import operator
 from collections import Counter
@@ -254,6 +255,12 @@ def test_an_object_that_the_forward_changes(optimize):
     assert settings.calls == 1
 
 
+def test_an_object_that_the_forward_copies(optimize):
+    """Nobody would know of which object the copy tells something."""
+    model = model_of(lambda m, x: mlp(m, x) * copy.deepcopy(m.settings).width, settings=Settings())
+    assert reason_for(optimize(model)) == "copies a Settings, which may change"
+
+
 def test_wrong_by_luck_of_the_dtype_is_noticed(optimize):
     model = model_of(lambda m, x: mlp(m, x) if x.dtype == m.up.weight.dtype else x * 0)
     optimized = optimize(model)
@@ -288,6 +295,35 @@ def test_around_a_part_without_a_graph(optimize):
         for given in (torch.ones(2, WIDTH), -torch.ones(2, WIDTH)):
             assert right(optimized(given), model, given)
     assert fxfuse.report(optimized).calls[""].fused == 2
+
+
+def test_around_a_part_within_a_part_without_a_graph(optimize):
+    """What one trace must keep as a call, one around it must keep as well."""
+
+    class Inner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.fc(x) if x.sum() > 0 else x * 2
+
+    class Part(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Inner()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(x) + 1
+
+    model = model_of(lambda m, x: mlp(m, m.part(x)), part=Part())
+    optimized = optimize(model)
+    with torch.no_grad():
+        for given in (torch.ones(2, WIDTH), -torch.ones(2, WIDTH)):
+            assert right(optimized(given), model, given)
+    report = fxfuse.report(optimized)
+    assert report.calls[""].fused == 2
+    assert {r.path for r in report.regions} == {"", "part.inner.fc"}
 
 
 def test_a_part_that_returns_several_things(optimize):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fxfuse import ops
 from fxfuse.ops.activations import ACTIVATIONS
-from fxfuse.ops.gpu import decode, hopper, stream
+from fxfuse.ops.gpu import decode, hopper, portable, stream
 from fxfuse.ops.gpu.product import Product, implementations
 
 ACTS = ["", *ACTIVATIONS]
@@ -28,13 +28,16 @@ SIZES = {
         (127, 72, 13000),
     ],
     "hopper192": [(300, 264, 520), (1000, 1032, 200), (513, 256, 8), (256, 768, 384)],
+    "triton128": [(257, 264, 520), (1000, 77, 13)],
+    "triton64": [(33, 40, 200), (300, 1000, 1001)],
     "hopper128": [(257, 328, 1000), (129, 256, 64)],
 }
 
 
 @pytest.fixture(params=SIZES)
 def kernel(request: pytest.FixtureRequest) -> str:
-    serves = {"decode": decode.serves, "stream": stream.serves}.get(request.param, hopper.serves)
+    served = {"decode": decode.serves, "stream": stream.serves, **dict.fromkeys(portable.TILES, portable.serves)}
+    serves = served.get(request.param, hopper.serves)
     if not serves(0):
         pytest.skip(f"{request.param} does not run on this GPU")
     return request.param
@@ -104,7 +107,7 @@ SPECIAL = [math.nan, math.inf, -math.inf, 3e38, -3e38, 1e30, -1e30, 1e13, -1e13,
 
 @pytest.mark.parametrize("act", ACTS)
 def test_nan_and_inf_stand_where_eager_has_them(kernel, act):
-    dtype, rows = torch.bfloat16, 300 if kernel.startswith("hopper") else 3
+    dtype, rows = torch.bfloat16, 3 if kernel in ("decode", "stream") else 300
     bias = torch.tensor(SPECIAL, dtype=torch.float64).to(dtype).cuda()
     x, weight = torch.zeros(rows, 256, dtype=dtype).cuda(), torch.zeros(len(SPECIAL), 256, dtype=dtype).cuda()
     y = Product(act, arguments(act), gated=False, only=kernel).run(x, weight, weight, bias, None)
@@ -294,10 +297,11 @@ def test_more_than_2_31_elements():
         (128, 4096, 4096, ("hopper192", "hopper128")),
         (1, 4097, 4096, ("stream", "decode")),
         (1, 4096, 4097, ()),
-        (512, 4096, 128, ()),
+        (64, 4096, 4097, ("triton128", "triton64")),
+        (512, 4096, 128, ("triton128", "triton64")),
     ],
 )
 def test_which_kernels_compute_a_size(rows, n, k, expected):
     if not hopper.serves(0):
         pytest.skip("not a Hopper GPU")
-    assert implementations(0, rows.bit_length(), torch.empty(n, k)) == expected
+    assert implementations(0, rows.bit_length(), torch.empty(n, k, dtype=torch.bfloat16)) == expected

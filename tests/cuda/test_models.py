@@ -6,10 +6,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import fxfuse
+from fxfuse import choose
 from fxfuse.bench import models
 from fxfuse.bench.gate import Gate
 from fxfuse.bench.targets import Target
-from fxfuse.ops.gpu import hopper
+from fxfuse.ops.gpu import hopper, product
 
 FUSED = (models.GegluMLP, models.SwigluMLP, models.PackedGluMLP, models.FeedForward)
 
@@ -61,11 +62,58 @@ def test_geglu_of_many_rows_is_one_launch_and_a_product(launches):
     assert len(launches) == 1
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_what_has_no_kernel_is_kept_with_its_reason(dtype):
+@pytest.mark.parametrize(
+    ("dtype", "reason"),
+    [
+        (torch.float32, "there are no kernels for float32 on CUDA devices, unless TF32 may stand for it"),
+        (torch.float64, "there are no kernels for float64 on CUDA devices"),
+    ],
+)
+def test_what_has_no_kernel_is_kept_with_its_reason(dtype, reason):
     optimized = fxfuse.optimize(models.FeedForward(64, 128).cuda().to(dtype).eval())
     (kept,) = fxfuse.report(optimized).kept
-    assert kept.reason == f"there are no kernels for {str(dtype).removeprefix('torch.')} on CUDA devices"
+    assert kept.reason == reason
+
+
+@pytest.mark.parametrize("how", ["allow_tf32", "high"])
+def test_tf32_is_the_users_to_allow(how, monkeypatch):
+    before = torch.get_float32_matmul_precision()
+    if how == "high":
+        torch.set_float32_matmul_precision("high")
+    else:
+        torch.backends.cuda.matmul.allow_tf32 = True
+    try:
+        model = models.GegluMLP(256, 512).cuda().eval()
+        x = torch.randn(300, 256, device="cuda")
+        optimized = fxfuse.optimize(model)
+        assert len(fxfuse.report(optimized).fused) == 1
+        choices = choose.Choices()
+        monkeypatch.setattr(choose, "CHOICES", choices)
+        monkeypatch.setattr(product, "expected", lambda names, *args: names[0])
+        with torch.inference_mode():
+            assert not Gate(Target("", model, (x,), {}), eager=model(x)).wrong(optimized(x))
+            assert "aten::gelu" not in operators(lambda: optimized(x))
+            torch.set_float32_matmul_precision("highest")
+            assert torch.equal(optimized(x), model(x))
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+class ReluLinear(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.relu(super().forward(x))
+
+
+@pytest.mark.parametrize("shape", [(5, 256), (2, 3, 256), (0, 256), (256,)])
+def test_relu_in_float32_is_the_librarys_epilogue(shape):
+    model = ReluLinear(256, 96).cuda().eval()
+    x = torch.randn(shape, device="cuda")
+    optimized = fxfuse.optimize(model)
+    assert len(fxfuse.report(optimized).fused) == 1
+    with torch.inference_mode():
+        assert not Gate(Target("", model, (x,), {}), eager=model(x)).wrong(optimized(x))
+        if x.numel():
+            assert "aten::relu" not in operators(lambda: optimized(x))
 
 
 def test_a_model_that_moves(launches):

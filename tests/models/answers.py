@@ -32,11 +32,11 @@ def right(got: Any, model: Callable[..., Any], *args: Any, **kwargs: Any) -> boo
     expected = model(*args, **kwargs)
     if type(got) is not type(expected):
         return False
-    ours, theirs = _tensors(got), _tensors(expected)
+    ours, theirs = tensors_of(got), tensors_of(expected)
     if not isinstance(model, nn.Module):
         return len(ours) == len(theirs) and all(map(torch.equal, ours, theirs))
     wide_args, wide_kwargs = tree_map(_wide, (args, kwargs))
-    exact = _tensors(copy.deepcopy(model).double()(*wide_args, **wide_kwargs))
+    exact = tensors_of(copy.deepcopy(model).double()(*wide_args, **wide_kwargs))
     return bool(ours) and all(_in_norm(y, e, r) for y, e, r in zip(ours, theirs, exact, strict=True))
 
 
@@ -84,7 +84,7 @@ def _calls(model: nn.Module, paths: Any, args: Any, kwargs: Any) -> dict[str, tu
     return calls
 
 
-def _tensors(output: Any) -> list[torch.Tensor]:
+def tensors_of(output: Any) -> list[torch.Tensor]:
     items = dict(output) if isinstance(output, dict) else output
     return [t for t in tree_leaves(items) if isinstance(t, torch.Tensor)]
 

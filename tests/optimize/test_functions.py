@@ -126,3 +126,18 @@ def test_rewrite(x):
         assert right(graph(x), traced, x)
     with pytest.raises(TypeError):
         fxfuse.rewrite(MLP())
+
+
+def test_an_argument_that_is_called_as_a_built_in_function_is():
+    """torch.fx gives its node another name, input_1; what is known of it, and checked, is the argument's."""
+
+    def function(input, sum, filter):
+        return torch.relu(input @ sum + filter)
+
+    x, w, b = torch.randn(3, 8), torch.randn(8, 4), torch.randn(4)
+    optimized = fxfuse.optimize(function, (x, w, b))
+    assert [event.rule for event in fxfuse.report(optimized).fused] == ["matmul_add", "linear_act"]
+    with torch.no_grad():
+        for operands in ((x, w, b), (x, w, torch.randn(3, 4)), (x, torch.randn(2, 8, 4), b), (x[0], w, b)):
+            torch.testing.assert_close(optimized(*operands), function(*operands))
+    assert fxfuse.report(optimized).calls[""].fallback == 2

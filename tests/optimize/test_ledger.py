@@ -145,7 +145,7 @@ def test_calls_in_every_form(x):
     report = fxfuse.report(optimized)
     residual = "argument residual: expected None, found a Tensor"
     assert json.loads(report.to_json())["calls"] == {
-        "": {"fused": 1, "plain": 1, "fallback": 1, "reasons": {residual: 1, "gradients are needed": 1}}
+        "": {"fused": 1, "replayed": 0, "plain": 1, "fallback": 1, "reasons": {residual: 1, "gradients are needed": 1}}
     }
     for text in (str(report), report.to_markdown()):
         row = next(line for line in text.splitlines() if residual in line)

@@ -47,7 +47,12 @@ def test_import_brings_little_with_it():
     script = "import sys, torch; before = set(sys.modules); import fxfuse; print(*set(sys.modules) - before)"
     new = set(subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split())
     packages = {name.partition(".")[0].lstrip("_") for name in new} - {n.lstrip("_") for n in sys.stdlib_module_names}
-    assert packages == {"fxfuse", "tabulate", "torch"}
+    # torch's counter of operations imports Triton where there is one.
+    assert {name for name in packages if not name.startswith("sysconfigdata")} - {"triton"} == {
+        "fxfuse",
+        "tabulate",
+        "torch",
+    }
     assert sum(name.startswith("torch.") for name in new) < 10
     assert not {name for name in new if name.startswith(("torch._dynamo", "torch._inductor", "torch._export"))}
 

@@ -104,6 +104,22 @@ def test_traces_are_few(pair, x):
     assert 1 <= len(notes) <= MOST_TRACES
 
 
+def test_what_lies_inside_serves_calls_that_take_turns(x):
+    """As a decoder is called with a mask in one step and without in the next."""
+
+    class Masked(Stack):
+        def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+            return super().forward(x if mask is None else x * mask)
+
+    torch.manual_seed(0)
+    model = Masked().eval()
+    optimized = fxfuse.optimize(model, x)
+    for _ in range(PATIENCE + 2):
+        run(optimized, model, x, 1, mask=torch.ones(1))
+        run(optimized, model, x, 1)
+    assert fused(optimized) == {"": PATIENCE + 2, "blocks.0": 3, "blocks.1": 3}
+
+
 @pytest.mark.parametrize("with_example", [False, True])
 def test_what_lies_inside_serves(x, with_example):
     """The stack is called in a way that its trace did not foresee; its blocks are not concerned."""

@@ -12,6 +12,7 @@ import functools
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -82,6 +83,18 @@ def _compile(source: str, architecture: str) -> bytes:
         return code.raw
     finally:
         nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+def copy(to: int, source: int, size: int, stream: int) -> None:
+    """Enqueue a copy of ``size`` bytes between two addresses on the current device: a third of what copy_ takes."""
+    _check(_copy()(to, source, size, stream), "cuMemcpyDtoDAsync")
+
+
+@functools.cache
+def _copy() -> Any:
+    function = _libcuda().cuMemcpyDtoDAsync_v2
+    function.argtypes = (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p)
+    return function
 
 
 class _Configuration(ctypes.Structure):

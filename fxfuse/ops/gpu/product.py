@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fxfuse import choose
-from fxfuse.ops.gpu import decode, hopper, stream
+from fxfuse.ops.gpu import decode, hopper, portable, stream
 from fxfuse.ops.gpu.driver import CudaError
 from fxfuse.ops.gpu.source import DTYPES, Epilogue, Run, lies
 
@@ -46,6 +46,7 @@ class Product:
             and (bias1 is not None) == (has_bias and self.gated)
             and (bias0 is None or (bias0.is_contiguous() and bias0.get_device() == device))
             and (bias1 is None or (bias1.is_contiguous() and bias1.get_device() == device))
+            and (dtype is not torch.float32 or portable.allows_tf32())
         ):
             return self._found_out(x, w0, w1, bias0, bias1)
         rows = x.numel() // k
@@ -65,7 +66,7 @@ class Product:
     def _found_out(
         self, x: Tensor, w0: Tensor, w1: Tensor, bias0: Tensor | None, bias1: Tensor | None
     ) -> Tensor | None:
-        if x.dtype not in DTYPES or not self.fits(x, w0, w1, bias0, bias1):
+        if not self.fits(x, w0, w1, bias0, bias1):
             return None
         (n, k), device = w0.shape, x.get_device()
         rows = x.numel() // k
@@ -116,6 +117,8 @@ class Product:
         rows = x.numel() // k
         bucket = rows.bit_length()
         names = implementations(device, bucket, weight)
+        if self.only in portable.TILES:
+            names = _portable(device, bucket, weight)
         epilogue = Epilogue(self.act, self.act_args, self.gated, bias is not None, x.dtype)
         measured = choose.CHOICES.get(self._key(x, weight, bias)) if choose.CHOICES.any() else None
         if self.only is not None:
@@ -133,6 +136,8 @@ class Product:
                 return stream.launch(epilogue, least, most, weight_lies, n, k, device)
             if name == "decode":
                 return decode.Launch(epilogue, most, n, k, device)
+            if name in portable.TILES:
+                return portable.Launch(epilogue, name, weight_lies, n, k, f"cuda:{device}")
             return hopper.Launch(epilogue, int(name.removeprefix("hopper")), weight_lies, n, k, device)
         except (CudaError, OSError):  # no compiler beside this torch
             return None
@@ -142,7 +147,7 @@ def can(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether kernels read these operands as linear(x, weight, bias) means them."""
     return (
         x.is_cuda
-        and x.dtype in DTYPES
+        and portable.computes(x.dtype)
         and weight.dtype is x.dtype
         and weight.device == x.device
         and weight.dim() == 2
@@ -163,13 +168,20 @@ def can(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     )
 
 
-def unserved(dtype: torch.dtype, device: torch.device) -> str:
-    """Why nothing of ours is faster than eager for a weight of this dtype on this device; "" where something may be."""
+def unserved(dtype: torch.dtype, device: torch.device, *, relu_and_bias: bool = False) -> str:
+    """Why nothing of ours is faster than eager for a weight of this dtype on this device; "" where something may be.
+
+    ``relu_and_bias``: these follow the product, and nothing else: cuBLASLt has that epilogue.
+    """
     if device.type in ("cpu", "meta"):
         return ""
     if device.type != "cuda" or torch.version.hip is not None:
         return f"there are no kernels for {device.type} devices"
-    if dtype not in DTYPES:
+    if relu_and_bias and (dtype in DTYPES or dtype is torch.float32):
+        return ""
+    if dtype is torch.float32 and not portable.allows_tf32():
+        return "there are no kernels for float32 on CUDA devices, unless TF32 may stand for it"
+    if not portable.computes(dtype):
         return f"there are no kernels for {str(dtype).removeprefix('torch.')} on CUDA devices"
     if not _serves(decode.serves, device.index or 0):
         return "there are no kernels for this GPU"
@@ -177,11 +189,15 @@ def unserved(dtype: torch.dtype, device: torch.device) -> str:
 
 
 def implementations(device: int, bucket: int, weight: Tensor) -> tuple[str, ...]:
-    """Names of the kernels that compute all row counts of a bucket."""
+    """Names of the kernels that compute all row counts of a bucket: Triton's only where there is none of our own."""
+    return _own(device, bucket, weight) or _portable(device, bucket, weight)
+
+
+def _own(device: int, bucket: int, weight: Tensor) -> tuple[str, ...]:
     (n, k), weight_lies, most = weight.shape, lies(weight), (1 << bucket) - 1
-    names: list[str] = []
-    if weight_lies is None or weight_lies.step % 8:  # rows of 16 bytes
+    if weight_lies is None or weight_lies.step % 8 or weight.dtype not in DTYPES:  # rows of 16 bytes
         return ()
+    names: list[str] = []
     if _serves(stream.serves, device) and stream.takes(most, n, k):
         names.append("stream")
     if _serves(decode.serves, device) and decode.takes(most, n, k) and weight.is_contiguous():
@@ -189,6 +205,11 @@ def implementations(device: int, bucket: int, weight: Tensor) -> tuple[str, ...]
     if _serves(hopper.serves, device) and hopper.takes(choose.least_rows(bucket), n, k):
         names += [f"hopper{wn}" for wn in hopper.tiles(weight_lies)]
     return tuple(names)
+
+
+def _portable(device: int, bucket: int, weight: Tensor) -> tuple[str, ...]:
+    can = lies(weight) is not None and choose.least_rows(bucket) >= portable.LEAST_ROWS
+    return tuple(portable.TILES) if can and _serves(portable.serves, device) else ()
 
 
 @functools.cache
