@@ -4,6 +4,7 @@
 ``mlp``      on a GPU, bfloat16: one projection, gated MLPs and their decode sizes, against every column
 ``sweep``    on a GPU, bfloat16: gated MLPs of many sizes against eager
 ``cases``    the cases of each pass (``benchmarks/cases/<stem>.py``) against eager
+``seed``     the five set-ups of ``benchmarks/seed.py``, profiled: no times, but what runs
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from benchmarks import cases, gpu
+from benchmarks import cases, gpu, seed
 from fxfuse.bench import render, targets
 from fxfuse.bench.measure import Result, measure
 from fxfuse.bench.progress import Progress
+from fxfuse.bench.publish import Outputs
 from fxfuse.bench.targets import Target
 from fxfuse.bench.timer import QUICK, Effort
 
@@ -69,25 +71,32 @@ SUITES = {"mlp-cpu": mlp_cpu, "mlp": mlp, "sweep": sweep, "cases": all_cases}
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one suite, print its table and write its figures to ``benchmarks/results``."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description="Run a suite of benchmarks.")
-    parser.add_argument("--suite", choices=SUITES, required=True)
+    parser.add_argument("--suite", choices=(*SUITES, "seed"), required=True)
     parser.add_argument("--quick", action="store_true", help="a few short rounds")
     parser.add_argument("--repeats", type=int, metavar="N", help="rounds")
     parser.add_argument("--json", type=Path, metavar="FILE", help="default: benchmarks/results/SUITE.json")
     options = parser.parse_args(argv)
+    file = options.json or RESULTS / f"{options.suite}.json"
+    file.parent.mkdir(exist_ok=True)
+    if options.suite == "seed":
+        found = [row for size in seed.SIZES for row in seed.rows(size)]
+        print(seed.table(found))
+        file.write_text(seed.as_json(found) + "\n")
+        return 0
     effort = QUICK if options.quick else Effort()
     if options.repeats:
         effort = replace(effort, rounds=options.repeats, budget_s=None)
+    settings = {"suite": options.suite, **asdict(effort)}
     results: list[Result] = []
     for label, target, columns in SUITES[options.suite]():
         with Progress(label) as progress:
             results.append(measure(target, columns, label=label, effort=effort, progress=progress))
+        # After each: a suite takes long, and what it has found outlives what may happen to it.
+        Outputs(json=str(file)).write(results, settings)
     print(render.summary(results), render.LEGEND, sep="\n\n")
     missing = [f"{r.label} {r.dtype}: {gone.name}: {gone.reason}" for r in results for gone in r.left_out]
     if missing:
         print("\nleft out:", *missing, sep="\n  ")
-    file = options.json or RESULTS / f"{options.suite}.json"
-    file.parent.mkdir(exist_ok=True)
-    file.write_text(render.as_json(results, {"suite": options.suite, **asdict(effort)}) + "\n")
     return 1 if any(result.fxfuse_failed for result in results) else 0
 
 

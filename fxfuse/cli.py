@@ -1,4 +1,4 @@
-"""The ``fxfuse`` command: list, explain, bench, tune, cache.
+"""The ``fxfuse`` command: list, explain, graph, bench, profile, tune, cache.
 
 Exit codes: 0; 1 where fxfuse itself gave no right answer to time; 2 for anything that was asked wrongly or that the
 model raised, with one line on stderr; 130 after ^C, with what was finished.
@@ -21,17 +21,21 @@ import torch
 from tabulate import tabulate
 
 import fxfuse
-from fxfuse import api, choose, tuning
-from fxfuse.bench import peers, render, targets
+from fxfuse import api, choose, drawing, tuning
+from fxfuse.bench import machine_rates, peers, profile_render, render, targets
+from fxfuse.bench.libraries import HF
 from fxfuse.bench.measure import Result, measure
 from fxfuse.bench.models import BUILT_IN
+from fxfuse.bench.profile import profile
 from fxfuse.bench.progress import Progress
+from fxfuse.bench.publish import Outputs
 from fxfuse.bench.timer import QUICK, Effort
 from fxfuse.errors import FxfuseError
 from fxfuse.report import MEASURED_HEAD
 
 _TARGET = (
-    "a built-in name (fxfuse list), package.module:callable or file.py:callable. The callable takes nothing and "
+    "a built-in name (fxfuse list), hf:NAME or timm:NAME (random weights, no download), hf:FOLDER (a checkpoint), "
+    "package.module:callable or file.py:callable. The callable takes nothing and "
     "returns a model, (model, args) or (model, args, kwargs); the model is put in eval mode."
 )
 
@@ -67,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("fxfuse", description="Find fusions in a PyTorch model, show them, and time them.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    known = commands.add_parser("list", help="the built-in targets, one line each")
+    known = commands.add_parser("list", help="the targets that are known by name, one line each")
     known.set_defaults(command=_list)
 
     explain = commands.add_parser("explain", help="what is fused in a target, what is not, and why; needs no GPU")
@@ -75,6 +79,13 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument("--json", action="store_true", help="print the report as JSON")
     explain.add_argument("--verbose", action="store_true", help="with the code of each region as rewritten")
     explain.set_defaults(command=_explain)
+
+    graph = commands.add_parser("graph", help="draw the regions of a target before and after; needs no GPU")
+    graph.add_argument("target", metavar="TARGET", help=_TARGET)
+    graph.add_argument(
+        "-o", "--out", metavar="FILE", required=True, help="the ending tells the format: .svg, .html, .dot or .json"
+    )
+    graph.set_defaults(command=_graph)
 
     bench = commands.add_parser("bench", help="time a target against eager, torch.compile and oneDNN called by hand")
     bench.add_argument("targets", metavar="TARGET", nargs="+", help=_TARGET)
@@ -85,12 +96,30 @@ def _parser() -> argparse.ArgumentParser:
         help=f"comma-separated, of {names} (default: all that there are for the device)",
     )
     bench.add_argument("--json", metavar="FILE", help="write the figures to FILE; - prints JSON and nothing else")
+    bench.add_argument("--markdown", metavar="FILE", help="write the tables and what was done to FILE")
+    bench.add_argument("--html", metavar="FILE", help="write a report with charts and drawings to FILE")
+    bench.add_argument("--profile", metavar="FILE", help="a JSON of fxfuse profile, to be shown in the HTML report")
     bench.add_argument("--quick", action="store_true", help="a few short rounds: shows that it runs, ranks little")
     bench.add_argument(
         "--repeats", metavar="N", type=_positive, help="rounds (default: 30, fewer for a slow model; 7 with --quick)"
     )
     bench.add_argument("--threads", metavar="N", type=_positive, help="CPU threads of torch")
     bench.set_defaults(command=_bench)
+
+    profile = commands.add_parser("profile", help="predict what a call does, trace one, and compare line by line")
+    profile.add_argument("target", metavar="TARGET", help=_TARGET)
+    profile.add_argument(
+        "--vs",
+        metavar="NAMES",
+        type=_columns,
+        help=f"comma-separated, of {names} (default: eager and fxfuse, on a GPU compile and liger, too)",
+    )
+    profile.add_argument("--json", metavar="FILE", help="write the profile to FILE; - prints JSON and nothing else")
+    profile.add_argument(
+        "--trace", metavar="FILE", help="write Chrome traces for Perfetto: t.json becomes t-eager.json, t-fxfuse.json"
+    )
+    profile.add_argument("--verbose", action="store_true", help="with what is predicted of each node")
+    profile.set_defaults(command=_profile)
 
     tune = commands.add_parser("tune", help="measure the implementations of a target's operators, and keep the choices")
     tune.add_argument("target", metavar="TARGET", help=_TARGET)
@@ -104,19 +133,19 @@ def _parser() -> argparse.ArgumentParser:
     tune.set_defaults(command=_tune)
 
     cache = commands.add_parser("cache", help="where measured choices are kept, and how many there are")
-    cache.add_argument("--clear", action="store_true", help="forget them all")
+    cache.add_argument("--clear", action="store_true", help="forget them all, and the measured rates of devices")
     cache.set_defaults(command=_cache)
 
-    for command in (explain, bench, tune):
+    for command in (explain, graph, bench, profile, tune):
         command.add_argument(
             "--device", choices=("cpu", "cuda"), help="default: where the target is; built-ins: cuda if there is one"
         )
         command.add_argument("--dtype", choices=targets.DTYPES, help="default: as the target is built")
-    for command in (explain, bench):
+    for command in (explain, graph, bench, profile):
         command.add_argument(
             "--rows", metavar="M", type=_positive, default=512, help="rows of the built-in MLPs' input (default: 512)"
         )
-    for command in (known, explain, bench, tune, cache):
+    for command in (known, explain, graph, bench, profile, tune, cache):
         command.add_argument("--traceback", action="store_true", help="show where an error came from")
     return parser
 
@@ -142,23 +171,35 @@ def _positive(text: str) -> int:
 
 
 def _list(_options: argparse.Namespace) -> int:
-    width = max(map(len, BUILT_IN))
-    for name, built_in in BUILT_IN.items():
-        print(f"{name:{width}}  {built_in.line}")
+    lines = {name: built_in.line for name, built_in in BUILT_IN.items()}
+    lines |= {f"hf:{name}": f"{model.cls} of transformers, random weights" for name, model in HF.items()}
+    width = max(map(len, lines))
+    for name, line in lines.items():
+        print(f"{name:{width}}  {line}")
     return 0
 
 
 def _explain(options: argparse.Namespace) -> int:
-    target = targets.load(options.target, device=options.device, dtype=options.dtype, rows=options.rows)
-    if target.args is not None:
-        # optimize() goes on without an example that the model refuses; here that is an error
-        peers.build("eager", target)
-    optimized = fxfuse.optimize(target.model, example_inputs=target.args, example_kwargs=target.kwargs or None)
+    target, optimized = _optimized(options)
     report = fxfuse.report(optimized)
     print(report.to_json() if options.json else report)
     if options.verbose and not options.json:
         for path, graph_module in fxfuse.graphs(optimized).items():
             print(f"\n{path or target.name}, rewritten:\n{graph_module.code.strip()}")
+    return 0
+
+
+def _optimized(options: argparse.Namespace) -> tuple[targets.Target, Any]:
+    target = targets.load(options.target, device=options.device, dtype=options.dtype, rows=options.rows)
+    if target.args is not None:
+        # optimize() goes on without an example that the model refuses; here that is an error
+        peers.build("eager", target)
+    return target, fxfuse.optimize(target.model, example_inputs=target.args, example_kwargs=target.kwargs or None)
+
+
+def _graph(options: argparse.Namespace) -> int:
+    drawing.renderer(options.out)
+    print(fxfuse.draw(_optimized(options)[1], options.out))
     return 0
 
 
@@ -191,6 +232,7 @@ def _cache(options: argparse.Namespace) -> int:
     print(choose.file())
     if options.clear:
         choose.CHOICES.clear()
+        machine_rates.clear()
         print("cleared")
         return 0
     ours, others = choose.count()
@@ -200,21 +242,23 @@ def _cache(options: argparse.Namespace) -> int:
 
 
 def _bench(options: argparse.Namespace) -> int:
-    if options.json not in (None, "-") and not Path(options.json).resolve().parent.is_dir():
-        raise FileNotFoundError(f"--json {options.json}: there is no such folder")
+    outputs = Outputs(options.json, options.markdown, options.html, options.profile)
+    outputs.check()
     effort = QUICK if options.quick else Effort()
     if options.repeats:
         effort = replace(effort, rounds=options.repeats, budget_s=None)
     settings = {"columns": options.vs and list(options.vs), "rows": options.rows, **asdict(effort)}
     results: list[Result] = []
+    options.targets = list(dict.fromkeys(options.targets))
     with _threads(options.threads):
         try:
-            for spec in options.targets:
+            for done, spec in enumerate(options.targets, 1):
                 results.append(_measured(spec, options, effort))
+                outputs.write(results, settings, unfinished=options.targets[done:])
                 if options.json != "-":
                     print(render.table(results[-1]), end="\n\n", flush=True)
         finally:  # after an error or ^C too: what was finished is worth keeping
-            _publish(results, options.json, settings)
+            _print(results, options, settings)
     return 1 if any(result.fxfuse_failed for result in results) else 0
 
 
@@ -224,15 +268,28 @@ def _measured(spec: str, options: argparse.Namespace, effort: Effort) -> Result:
         return measure(target, options.vs, effort=effort, progress=progress)
 
 
-def _publish(results: Sequence[Result], file: str | None, settings: dict[str, Any]) -> None:
+def _print(results: Sequence[Result], options: argparse.Namespace, settings: dict[str, Any]) -> None:
     if not results:
         return
-    if file == "-":
-        print(render.as_json(results, settings))
-        return
-    print(render.summary(results), render.LEGEND, sep="\n\n")
-    if file:
-        Path(file).write_text(render.as_json(results, settings) + "\n")
+    if options.json == "-":
+        print(render.as_json(results, settings, unfinished=options.targets[len(results) :]))
+    else:
+        print(render.summary(results), render.LEGEND, sep="\n\n")
+
+
+def _profile(options: argparse.Namespace) -> int:
+    for option, file in (("--json", options.json), ("--trace", options.trace)):
+        if file not in (None, "-") and not Path(file).resolve().parent.is_dir():
+            raise FileNotFoundError(f"{option} {file}: there is no such folder")
+    with Progress(options.target) as progress:
+        target = targets.load(options.target, device=options.device, dtype=options.dtype, rows=options.rows)
+        traces = None if options.trace is None else Path(options.trace)
+        found = profile(target, options.vs, traces=traces, progress=progress)
+    document = profile_render.as_json(found)
+    print(document if options.json == "-" else profile_render.table(found, nodes=options.verbose))
+    if options.json not in (None, "-"):
+        Path(options.json).write_text(document + "\n", encoding="utf-8")
+    return 0 if any(set_up.name == "fxfuse" for set_up in found.set_ups) else 1
 
 
 @contextmanager

@@ -39,6 +39,14 @@ class RestoreRefused(FxfuseError, RuntimeError):
     """A region's forward was replaced by somebody else since, so putting the old one back would drop theirs."""
 
 
+class MissingPackage(FxfuseError, ImportError):
+    """A package that is needed for this alone is not installed."""
+
+
+class UnknownFormat(FxfuseError, ValueError):
+    """The ending of a file's name is none that can be written."""
+
+
 class RewriteFailed(FxfuseError, RuntimeError):
     """A pass left an invalid graph. This is a fault of the pass; the message names it."""
 
@@ -86,6 +94,15 @@ def restore_refused(path: str) -> RestoreRefused:
 
 def rewrite_failed(rule: str, error: BaseException) -> RewriteFailed:
     return RewriteFailed(f"pass {rule} left an invalid graph: {error}. Leave it out with Options(exclude=({rule!r},)).")
+
+
+def missing_package(what: str, package: str, install: str) -> MissingPackage:
+    return MissingPackage(f"{what} needs {package}, which is not installed: pip install {install}")
+
+
+def unknown_format(name: str, endings: list[str]) -> UnknownFormat:
+    known = ", ".join(f".{ending}" for ending in endings)
+    return UnknownFormat(f"{name}: the ending tells what is written, and it is none of {known}")
 
 
 def not_optimized(model: object) -> FxfuseError:

@@ -7,6 +7,7 @@ import torch
 
 import fxfuse
 from fxfuse import choose, cli, tuning
+from fxfuse.bench.libraries import HF
 from fxfuse.bench.models import BUILT_IN
 from fxfuse.ops import onednn
 
@@ -56,10 +57,10 @@ def refused_by_the_parser(capsys, *argv):
     return capsys.readouterr().err
 
 
-def test_list_names_every_built_in(capsys):
+def test_list_names_every_target_that_has_a_name(capsys):
     assert cli.main(["list"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == list(BUILT_IN)
+    assert [line.split()[0] for line in lines] == [*BUILT_IN, *(f"hf:{name}" for name in HF)]
     assert all(len(line.split()) > 3 for line in lines)
 
 
@@ -166,7 +167,7 @@ def test_json_in_a_file(file, tmp_path, capsys):
     out = tmp_path / "out.json"
     assert cli.main(["bench", f"{file}:mlp", "--vs", "eager", "--quick", "--json", str(out)]) == 0
     assert "vs eager" in capsys.readouterr().out
-    assert json.loads(out.read_text())["schema"] == 1
+    assert json.loads(out.read_text())["schema"] == "fxfuse.bench/1"
 
 
 def test_the_json_folder_is_looked_for_before_measuring(file, tmp_path, capsys, monkeypatch):

@@ -84,6 +84,14 @@ def test_every_package_is_listed():
     assert listed == found
 
 
+def test_every_file_that_is_no_python_is_package_data():
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    for file in (p for p in (ROOT / "fxfuse").rglob("*") if p.is_file() and p.suffix not in (".py", ".pyc")):
+        patterns = setup["options.package_data"][".".join(file.parent.relative_to(ROOT).parts)].split(", ")
+        assert any(file.match(pattern) for pattern in patterns), file
+
+
 def test_wheel(tmp_path):
     build = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-q", "-w", str(tmp_path)]
     source = tmp_path / "source"

@@ -1,1 +1,1 @@
-"""Targets, timer, measurement and tables behind ``fxfuse bench`` and ``fxfuse explain``."""
+"""Targets, timer, measurement, predictions and tables behind ``fxfuse bench``, ``profile`` and ``explain``."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -10,7 +12,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fxfuse import numerics
-from fxfuse.bench.peers import one_line
+from fxfuse.bench import peers
+from fxfuse.bench.peers import LeftOut, Variant, one_line
 from fxfuse.bench.targets import BadTarget, Target
 
 
@@ -39,6 +42,40 @@ class Gate:
         verdict = numerics.judge(output, self._eager, self._reference, self._magnitude)
         only_elements = verdict.norm_used <= 1 < verdict.element_used
         return "" if self.weaker and only_elements else verdict.reason
+
+
+@dataclass
+class Admitted:
+    """The variants of a target that answer rightly, and why others are missing."""
+
+    variants: dict[str, Variant] = field(default_factory=dict)
+    left_out: list[LeftOut] = field(default_factory=list)
+    weaker: str = ""
+    """As ``Gate.weaker``."""
+
+
+def admit(names: Collection[str], target: Target, progress: Callable[[str], object]) -> Admitted:
+    """Build those of ``peers.PEERS`` that are in ``names``, eager among them, and hold their answers against eager's.
+
+    Raises BadTarget without example inputs, and TargetRaised where the model itself raises.
+    """
+    # What torch.compile learned about the sizes of the target before would change the code that it makes for this one.
+    torch.compiler.reset()
+    admitted = Admitted()
+    gate: Gate | None = None
+    for name in [name for name in peers.PEERS if name in names]:
+        progress(f"preparing {name}")
+        variant = peers.build(name, target)
+        if isinstance(variant, Variant):
+            gate = gate or Gate(target, eager=variant.output)
+            wrong = "" if name in peers.FLOORS else gate.wrong(variant.output)
+            variant = LeftOut(name, f"wrong answer: {wrong}") if wrong else variant
+        if isinstance(variant, LeftOut):
+            admitted.left_out.append(variant)
+        else:
+            admitted.variants[name] = variant
+    admitted.weaker = gate.weaker if gate else ""
+    return admitted
 
 
 def _in_float64(target: Target) -> Any:

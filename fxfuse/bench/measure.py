@@ -10,10 +10,12 @@ import torch
 
 import fxfuse
 from fxfuse.bench import peers
-from fxfuse.bench.gate import Gate
-from fxfuse.bench.peers import LeftOut, Variant
+from fxfuse.bench.gate import admit
+from fxfuse.bench.peers import LeftOut
 from fxfuse.bench.targets import Target
 from fxfuse.bench.timer import QUICK, Effort, SubmitClock, Timing, clock_for, interleaved
+from fxfuse.drawing.view import View, view
+from fxfuse.report import Report
 
 #: Measured in every run: the baseline, and what is compared with it.
 ALWAYS = ("eager", "fxfuse")
@@ -46,6 +48,10 @@ class Result:
     """Single operators that it lists as given to a faster implementation."""
     kernels_saved: int
     """Kernels a call that the report predicts to have saved."""
+    report: Report | None
+    """What was done to the model; None where fxfuse failed."""
+    view: View | None
+    """The same for drawings."""
 
     @property
     def fxfuse_failed(self) -> bool:
@@ -69,23 +75,8 @@ def measure(
     """
     device = target.device
     names = peers.columns(device.type) if names is None else names
-    wanted = [name for name in peers.PEERS if name in names or name in ALWAYS]
-    # What torch.compile learned about the sizes of the target before would change the code that it makes for this one.
-    torch.compiler.reset()
-    built: dict[str, Variant] = {}
-    left_out: list[LeftOut] = []
-    gate: Gate | None = None
-    for name in wanted:
-        progress(f"preparing {name}")
-        variant = peers.build(name, target)
-        if isinstance(variant, Variant):
-            gate = gate or Gate(target, eager=variant.output)
-            wrong = "" if name in peers.FLOORS else gate.wrong(variant.output)
-            variant = LeftOut(name, f"wrong answer: {wrong}") if wrong else variant
-        if isinstance(variant, LeftOut):
-            left_out.append(variant)
-        else:
-            built[name] = variant
+    admitted = admit((*ALWAYS, *names), target, progress)
+    built = admitted.variants
     args, kwargs = target.example()
     calls = {name: _bound(variant.run, args, kwargs) for name, variant in built.items()}
     ops = {name: dispatched_ops(calls[name]) for name in ALWAYS if name in calls}
@@ -103,14 +94,16 @@ def measure(
         timings=race.timings,
         had_core=race.had_core,
         setup_s={name: variant.setup_s for name, variant in built.items()},
-        left_out=tuple(left_out),
-        weaker_gate=gate.weaker if gate else "",
+        left_out=tuple(admitted.left_out),
+        weaker_gate=admitted.weaker,
         ops=ops,
         submit=submit,
         kernels=kernels,
         fused=len(report.fused) if report else 0,
         lowered=sum(event.kind == "lowered" for event in report.events) if report else 0,
         kernels_saved=report.kernels_saved if report else 0,
+        report=report,
+        view=view(built["fxfuse"].run) if report else None,
     )
 
 

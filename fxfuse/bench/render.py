@@ -1,4 +1,4 @@
-"""Results as tables for people and as JSON for programs."""
+"""Results as tables and Markdown for people and as JSON for programs."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from tabulate import tabulate
 
+from fxfuse.bench.done import done
 from fxfuse.bench.measure import Result
+from fxfuse.bench.schema import BENCH
 from fxfuse.bench.timer import Spread, Timing, rankable, speedup
-
-SCHEMA = 1
+from fxfuse.report import Report, short_source
 
 LEGEND = (
     "median, 20–80 %: microseconds a call, inference mode; x eager: how many times as fast as eager;\n"
@@ -29,11 +30,31 @@ LEGEND = (
 
 def table(result: Result) -> str:
     """One target: a row for each variant, then what was fused and what was left out."""
+    return "\n".join([_title(result), _variants(result, "simple"), *remarks(result)])
+
+
+def _title(result: Result) -> str:
+    return f"{result.label}  ({result.device}, {result.dtype})"
+
+
+def _variants(result: Result, style: str) -> str:
+    align = ("left", *["right"] * (len(head(result)) - 1))
+    return tabulate(rows(result), head(result), tablefmt=style, colalign=align, disable_numparse=True)
+
+
+def head(result: Result) -> list[str]:
+    """The columns of ``rows``."""
+    columns = ["", "median µs", "20–80 %", "x eager", "fxfuse is", "set-up s", "ops"]
+    return columns + (["host µs", "kernels"] if result.submit else [])
+
+
+def rows(result: Result) -> list[tuple[object, ...]]:
+    """One for each variant."""
     eager, ours = result.timings["eager"], result.timings.get("fxfuse")
-    rows = []
+    found: list[tuple[object, ...]] = []
     for name, timing in result.timings.items():
         spread = timing.spread
-        rows.append(
+        found.append(
             (
                 name,
                 _us(spread.median),
@@ -45,14 +66,13 @@ def table(result: Result) -> str:
                 *([_us(result.submit[name].spread.median), result.kernels[name]] if result.submit else []),
             )
         )
-    header = ["", "median", "20–80 %", "x eager", "fxfuse is", "set-up s", "ops"]
-    header += ["host µs", "kernels"] if result.submit else []
-    align = ("left", *["right"] * (len(header) - 1))
-    lines = [
-        f"{result.label}  ({result.device}, {result.dtype})",
-        tabulate(rows, header, colalign=align, disable_numparse=True),
-    ]
-    if ours is not None:
+    return found
+
+
+def remarks(result: Result) -> list[str]:
+    """What was fused, how far the figures can be trusted, and what was left out and why."""
+    lines = []
+    if not result.fxfuse_failed:
         lines.append(
             f"fused {result.fused}, lowered {result.lowered}; predicted kernels saved a call: {result.kernels_saved}"
         )
@@ -60,11 +80,10 @@ def table(result: Result) -> str:
         lines.append(f"the timing thread had a core {result.had_core:.0%} of the time")
     if result.weaker_gate:
         lines.append(f"answers compared by the norm of their error only: {result.weaker_gate}")
-    lines += [f"left out: {gone.name}: {gone.reason}" for gone in result.left_out]
-    return "\n".join(lines)
+    return [*lines, *(f"left out: {gone.name}: {gone.reason}" for gone in result.left_out)]
 
 
-def summary(results: Sequence[Result]) -> str:
+def summary(results: Sequence[Result], style: str = "simple") -> str:
     """All targets: one row each, with what fxfuse gains over every other variant."""
     others = list(dict.fromkeys(name for result in results for name in result.timings if name != "fxfuse"))
     rows = []
@@ -78,17 +97,44 @@ def summary(results: Sequence[Result]) -> str:
     on_gpu = any(result.device == "cuda" for result in results)
     last = "host µs, kernels" if on_gpu else "core"
     header = ("", "dtype", "eager µs", "fxfuse µs", *(f"vs {name}" for name in others), last)
-    return tabulate(rows, header, colalign=("left", "left", *["right"] * (len(header) - 2)), disable_numparse=True)
+    align = ("left", "left", *["right"] * (len(header) - 2))
+    return tabulate(rows, header, tablefmt=style, colalign=align, disable_numparse=True)
 
 
-def as_json(results: Sequence[Result], settings: dict[str, Any]) -> str:
-    """Schema 1: machine, versions, settings, and for each target its variants with seconds a call."""
+def as_markdown(results: Sequence[Result], unfinished: Sequence[str] = ()) -> str:
+    """The tables, and what was done to each model and what was not, as a page in GitHub's Markdown."""
+    parts = ["# fxfuse bench", ", ".join(facts())]
+    parts += [f"**Not finished:** {', '.join(unfinished)}"] if unfinished else []
+    parts += [summary(results, "github")] if results else []
+    for result in results:
+        parts += [f"## {_title(result)}", _variants(result, "github"), "\n".join(f"- {r}" for r in remarks(result))]
+        for title, rows in done(result.report) if result.report else ():
+            cells = [(times, what, outcome, where and f"`{where}`") for times, what, outcome, where in rows]
+            escaped = [[text.replace("|", "\\|") for text in row] for row in cells]
+            columns = ["", "what", "outcome", "where"]
+            parts.append(f"**{title}**\n\n" + tabulate(escaped, columns, tablefmt="github", disable_numparse=True))
+    return "\n\n".join([*parts, "## How to read this", LEGEND]) + "\n"
+
+
+def facts() -> list[str]:
+    """Machine and versions in a few words each."""
+    on = machine()
+    cores = f"{on['cpu']}, {on['threads']} thread{'s' * (on['threads'] != 1)}"
+    return [*([on["gpu"]] if on["gpu"] else []), cores, *(f"{name} {version}" for name, version in versions().items())]
+
+
+def as_json(results: Sequence[Result], settings: dict[str, Any], unfinished: Sequence[str] = ()) -> str:
+    """``fxfuse.bench/1``: machine, versions, settings, and for each target its variants with seconds a call.
+
+    ``unfinished``: targets that were asked for and have no result. ``fxfuse.bench.schema`` holds the shape.
+    """
     document = {
-        "schema": SCHEMA,
+        "schema": BENCH,
         "machine": machine(),
         "versions": versions(),
         "settings": settings,
         "results": [_as_dict(result) for result in results],
+        "unfinished": list(unfinished),
     }
     return json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False)
 
@@ -146,7 +192,15 @@ def _as_dict(result: Result) -> dict[str, Any]:
         ],
         "weaker_gate": result.weaker_gate,
         "left_out": [{"name": gone.name, "reason": gone.reason} for gone in result.left_out],
+        "report": result.report and _did(result.report),
     }
+
+
+def _did(report: Report) -> dict[str, Any]:
+    """The report as it goes into a file that others read: with the names of source files and not their folders."""
+    whole = report.to_dict()
+    events = [{**event, "source": short_source(event["source"])} for event in whole["events"]]
+    return {"events": events, **{key: whole[key] for key in ("model", "regions", "uncaptured", "coverage", "notes")}}
 
 
 def _ratio(ours: Timing, theirs: Timing) -> dict[str, Any]:

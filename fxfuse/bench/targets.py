@@ -1,4 +1,8 @@
-"""What ``TARGET`` on the command line means: a built-in name, ``package.module:callable`` or ``file.py:callable``."""
+"""What ``TARGET`` on the command line means.
+
+A built-in name, ``hf:NAME`` or ``timm:NAME`` (``fxfuse.bench.libraries``), ``package.module:callable`` or
+``file.py:callable``.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from fxfuse.bench import libraries
 from fxfuse.bench.models import BUILT_IN
 from fxfuse.errors import FxfuseError
 
@@ -62,18 +67,28 @@ class Target:
 def load(spec: str, *, device: str | None = None, dtype: str | None = None, rows: int = 512) -> Target:
     """Load TARGET and move it.
 
-    ``device`` and ``dtype`` None leave a target as its callable built it; a built-in goes to the GPU where there is
-    one. ``rows`` is for the built-in MLPs. Raises BadTarget with one line that says what is missing.
+    ``device`` and ``dtype`` None leave a target as its callable built it; built-ins and models of libraries go to the
+    GPU where there is one. ``rows`` is for the built-in MLPs. Raises BadTarget with one line that says what is missing.
     """
     if device == "cuda" and not torch.cuda.is_available():
         built = "has CUDA" if torch.version.cuda else "is a build without CUDA"
         raise BadTarget(f"--device cuda: no CUDA device is available (torch {torch.__version__} {built})")
-    if spec in BUILT_IN:
-        target = Target(spec, *BUILT_IN[spec].build(rows))
+    if spec in BUILT_IN or spec.partition(":")[0] in libraries.LIBRARIES:
+        target = Target(spec, *BUILT_IN[spec].build(rows)) if spec in BUILT_IN else _from_library(spec)
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     else:
         target = _from_callable(spec)
     return _moved(target, device, DTYPES[dtype] if dtype else None)
+
+
+def _from_library(spec: str) -> Target:
+    library, _, name = spec.partition(":")
+    try:
+        return Target(spec, *libraries.LIBRARIES[library](name))
+    except FxfuseError:
+        raise
+    except Exception as error:
+        raise BadTarget(f"building {spec} raised {type(error).__name__}: {error}") from error
 
 
 def _from_callable(spec: str) -> Target:
