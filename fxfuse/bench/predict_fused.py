@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from fxfuse import choose, ops
-from fxfuse.bench.kernel_names import FUSED_GEMM
+from fxfuse.bench.kernel_names import FUSED_GEMM, GEMM
 from fxfuse.bench.work import Pass, Work, moved, name_of, work_of
 from fxfuse.ops import onednn
 from fxfuse.ops.activations import activation
@@ -29,6 +29,8 @@ def fused(work: Work, node: fx.Node, tensors: Sequence[Tensor | None]) -> Work |
     rest = node.args[len(tensors) :]
     name = implementation(target, tensors, rest)
     call = _Product(target, tensors, rest)
+    if name == choose.PLAIN and call.x.is_cuda and call.act == "relu" and not call.gated and call.biases:
+        return replace(call.by_cublaslt(work), op=f"{work.op} (cuBLASLt)")
     if name == choose.PLAIN:
         # On a GPU the halves of a packed weight are looked at before anything is chosen.
         looked_at = call.x.is_cuda and call.layout in plain.BLOCKS
@@ -78,6 +80,10 @@ class _Product:
     def by_one_kernel(self, work: Work) -> Work:
         passes = [self._pass(self.flops, moved(self.operands) + self.out)]
         return _done(work, Counter({"aten::empty": 1}) + self.kept(), passes, 0)
+
+    def by_cublaslt(self, work: Work) -> Work:
+        host = Counter({"aten::reshape": 1, "aten::t": 1, "aten::_addmm_activation": 1, "aten::view": 1})
+        return _done(work, host, [Pass(GEMM, self.flops, moved(self.operands) + self.out, name_of(self.x.dtype))], 0)
 
     def by_onednn(self, work: Work) -> Work:
         if self.layout and not (self.layout in plain.BLOCKS and self.weight.is_contiguous()):

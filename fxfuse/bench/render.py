@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
@@ -151,7 +152,18 @@ def machine() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    return {"python": platform.python_version(), "torch": torch.__version__, "fxfuse": metadata.version("fxfuse")}
+    found = {"python": platform.python_version(), "torch": torch.__version__, "fxfuse": metadata.version("fxfuse")}
+    driver = _driver()
+    return {**found, "driver": driver} if driver else found
+
+
+def _driver() -> str:
+    """The version of NVIDIA's kernel driver, or ""."""
+    try:
+        text = Path("/proc/driver/nvidia/version").read_text()
+    except OSError:
+        return ""
+    return next(iter(re.findall(r"\b\d+\.\d+(?:\.\d+)?\b", text)), "")
 
 
 def _cpu() -> str:

@@ -158,7 +158,10 @@ def test_weights_are_read_where_they_lie(kernel, layout, gated, dtype, poisoned)
         weights = LAYOUTS[layout](n, k, device="cuda", dtype=dtype)
         tensors[1:3] = weights[0].copy_(tensors[1]), weights[1 if gated else 0].copy_(tensors[2])
         y = Product("gelu", (), gated=gated, only=kernel).run(*tensors)
-        if kernel == "decode" or (kernel == "hopper192" and layout in ("transposed", "columns of one")):
+        dense_only = kernel == "decode"
+        wide_only = kernel == "hopper192" and layout in ("transposed", "columns of one")
+        unaligned = any(t is not None and t.data_ptr() % 16 for t in tensors)
+        if dense_only or wide_only or unaligned:
             assert y is None
         else:
             assert y is not None
