@@ -21,10 +21,10 @@ import torch
 from tabulate import tabulate
 
 import fxfuse
-from fxfuse import api, choose, drawing, tuning
+from fxfuse import api, choose, drawing
 from fxfuse.bench import machine_rates, peers, profile_render, render, targets
 from fxfuse.bench.libraries import HF
-from fxfuse.bench.measure import Result, measure
+from fxfuse.bench.measure import Result, measure, measure_shapes
 from fxfuse.bench.models import BUILT_IN
 from fxfuse.bench.profile import profile
 from fxfuse.bench.progress import Progress
@@ -99,6 +99,15 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--markdown", metavar="FILE", help="write the tables and what was done to FILE")
     bench.add_argument("--html", metavar="FILE", help="write a report with charts and drawings to FILE")
     bench.add_argument("--profile", metavar="FILE", help="a JSON of fxfuse profile, to be shown in the HTML report")
+    bench.add_argument(
+        "--shapes",
+        metavar="M,...",
+        type=_row_counts,
+        help="rows, for models of one tensor: variants are built once for all",
+    )
+    bench.add_argument(
+        "--train", action="store_true", help="forward and backward; fused operators serve inference only"
+    )
     bench.add_argument("--quick", action="store_true", help="a few short rounds: shows that it runs, ranks little")
     bench.add_argument(
         "--repeats", metavar="N", type=_positive, help="rounds (default: 30, fewer for a slow model; 7 with --quick)"
@@ -206,26 +215,14 @@ def _graph(options: argparse.Namespace) -> int:
 def _tune(options: argparse.Namespace) -> int:
     target = targets.load(options.target, device=options.device, dtype=options.dtype)
     peers.build("eager", target)  # an example that the model refuses is an error here
-    calls = [target.example()] if options.rows is None else [_of_rows(target, rows) for rows in options.rows]
+    sizes = [target] if options.rows is None else [target.with_rows(rows, "--rows") for rows in options.rows]
     model = fxfuse.optimize(target.model, *target.example(), tune="off", pack=options.pack)
-    measured = api.tune_calls(model, calls)
+    measured = api.tune_calls(model, [size.example() for size in sizes])
     if measured:
         print(tabulate([m.row() for m in measured], headers=MEASURED_HEAD, disable_numparse=True))
     for line in fxfuse.report(model).notes or ([] if measured else ["no fused operator was called"]):
         print(line)
     return 0
-
-
-def _of_rows(target: targets.Target, rows: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A call with one tensor like the target's, of so many rows."""
-    args, kwargs = target.example()
-    x = args[0] if len(args) == 1 and not kwargs else None
-    if not isinstance(x, torch.Tensor) or not x.is_floating_point() or x.dim() < 2:
-        raise targets.BadTarget(
-            f"{target.name}: --rows is for models of one floating-point tensor [..., rows, columns]. "
-            "Without it, the sizes of the target's own example are measured."
-        )
-    return (tuning.random([1] * (x.dim() - 2) + [rows, x.shape[-1]], like=x),), {}
 
 
 def _cache(options: argparse.Namespace) -> int:
@@ -247,25 +244,40 @@ def _bench(options: argparse.Namespace) -> int:
     effort = QUICK if options.quick else Effort()
     if options.repeats:
         effort = replace(effort, rounds=options.repeats, budget_s=None)
-    settings = {"columns": options.vs and list(options.vs), "rows": options.rows, **asdict(effort)}
+    settings = {
+        "columns": options.vs and list(options.vs),
+        "rows": options.rows,
+        "shapes": options.shapes,
+        **asdict(effort),
+    }
     results: list[Result] = []
     options.targets = list(dict.fromkeys(options.targets))
     with _threads(options.threads):
         try:
             for done, spec in enumerate(options.targets, 1):
-                results.append(_measured(spec, options, effort))
+                for result in _measured(spec, options, effort):
+                    results.append(result)
+                    outputs.write(results, settings, unfinished=options.targets[done - 1 :])
+                    if options.json != "-":
+                        print(render.table(result), end="\n\n", flush=True)
                 outputs.write(results, settings, unfinished=options.targets[done:])
-                if options.json != "-":
-                    print(render.table(results[-1]), end="\n\n", flush=True)
         finally:  # after an error or ^C too: what was finished is worth keeping
             _print(results, options, settings)
     return 1 if any(result.fxfuse_failed for result in results) else 0
 
 
-def _measured(spec: str, options: argparse.Namespace, effort: Effort) -> Result:
+def _measured(spec: str, options: argparse.Namespace, effort: Effort) -> Iterator[Result]:
     with Progress(spec) as progress:
         target = targets.load(spec, device=options.device, dtype=options.dtype, rows=options.rows)
-        return measure(target, options.vs, effort=effort, progress=progress)
+        if options.shapes is None:
+            found = iter([measure(target, options.vs, train=options.train, effort=effort, progress=progress)])
+        else:
+            found = measure_shapes(
+                target, options.shapes, options.vs, train=options.train, effort=effort, progress=progress
+            )
+        for result in found:
+            progress.clear()
+            yield result
 
 
 def _print(results: Sequence[Result], options: argparse.Namespace, settings: dict[str, Any]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,8 @@ from fxfuse import numerics
 from fxfuse.bench import peers
 from fxfuse.bench.peers import LeftOut, Variant, one_line
 from fxfuse.bench.targets import BadTarget, Target
+
+Make = Callable[[Target], peers.Run]
 
 
 class Gate:
@@ -61,11 +63,26 @@ def admit(names: Collection[str], target: Target, progress: Callable[[str], obje
     """
     # What torch.compile learned about the sizes of the target before would change the code that it makes for this one.
     torch.compiler.reset()
+    return _admitted({name: make for name, make in peers.PEERS.items() if name in names}, target, progress)
+
+
+def admit_again(built: Mapping[str, Variant], target: Target, progress: Callable[[str], object]) -> Admitted:
+    """The same for variants that were built for another example: ``setup_s`` is what their first call takes here.
+
+    Floors are for one size, and built anew.
+    """
+    makes: dict[str, Make] = {}
+    for name, variant in built.items():
+        makes[name] = peers.PEERS[name] if name in peers.FLOORS else lambda _target, run=variant.run: run
+    return _admitted(makes, target, progress)
+
+
+def _admitted(makes: Mapping[str, Make], target: Target, progress: Callable[[str], object]) -> Admitted:
     admitted = Admitted()
     gate: Gate | None = None
-    for name in [name for name in peers.PEERS if name in names]:
+    for name, make in makes.items():
         progress(f"preparing {name}")
-        variant = peers.build(name, target)
+        variant = peers.build(name, target, make)
         if isinstance(variant, Variant):
             gate = gate or Gate(target, eager=variant.output)
             wrong = "" if name in peers.FLOORS else gate.wrong(variant.output)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 import fxfuse
 from fxfuse.bench import peers
-from fxfuse.bench.gate import admit
-from fxfuse.bench.peers import LeftOut
+from fxfuse.bench.gate import Admitted, admit, admit_again
+from fxfuse.bench.peers import LeftOut, Variant
 from fxfuse.bench.targets import Target
-from fxfuse.bench.timer import QUICK, Effort, SubmitClock, Timing, clock_for, interleaved
+from fxfuse.bench.timer import QUICK, Effort, SubmitClock, Timing, WallClock, clock_for, interleaved
+from fxfuse.bench.train import steps
 from fxfuse.drawing.view import View, view
 from fxfuse.report import Report
 
@@ -42,6 +43,10 @@ class Result:
     """On a GPU, how long the host is busy with a call; there ``timings`` are times on the GPU."""
     kernels: dict[str, int]
     """On a GPU, kernels a call."""
+    end_to_end: dict[str, Timing]
+    """On a GPU, how long a caller who waits for each answer waits."""
+    extra_bytes: dict[str, int]
+    """On a GPU, the memory that a call takes beside what was taken before, at its peak."""
     fused: int
     """Fusions that the report lists."""
     lowered: int
@@ -64,41 +69,80 @@ def measure(
     names: Sequence[str] | None = None,
     *,
     label: str | None = None,
+    train: bool = False,
     effort: Effort | None = None,
     progress: Progress = lambda _text: None,
 ) -> Result:
     """Measure ``names`` (keys of ``peers.PEERS``) on ``target``, with eager and fxfuse in any case. None: all of its
-    device.
+    device. ``train``: forward and backward, for the gradients of all parameters that learn.
 
     A variant that does not apply, raises, or answers wrongly is never timed; it is named in ``left_out``. Raises
     BadTarget without example inputs, and TargetRaised where the model itself raises.
     """
-    device = target.device
-    names = peers.columns(device.type) if names is None else names
-    admitted = admit((*ALWAYS, *names), target, progress)
-    built = admitted.variants
+    columns = peers.columns(target.device.type) if names is None else names
+    admitted = admit((*ALWAYS, *columns), target, progress)
+    return _timed(target, admitted, label or target.name, train, effort, progress)
+
+
+def measure_shapes(
+    target: Target,
+    rows: Sequence[int],
+    names: Sequence[str] | None = None,
+    *,
+    train: bool = False,
+    effort: Effort | None = None,
+    progress: Progress = lambda _text: None,
+) -> Iterator[Result]:
+    """The same for calls of so many ``rows`` each, of variants that are built once, for the first.
+
+    ``setup_s`` of the others is what the first call at that size takes: of torch.compile, the code that it makes for
+    it. Raises BadTarget for a model of other arguments than one floating-point tensor.
+    """
+    sizes = [target.with_rows(count, "--shapes") for count in rows]
+    columns = peers.columns(target.device.type) if names is None else names
+    built: dict[str, Variant] = {}
+    for count, size in zip(rows, sizes, strict=True):
+        admitted = admit_again(built, size, progress) if built else admit((*ALWAYS, *columns), size, progress)
+        built = built or admitted.variants
+        yield _timed(size, admitted, f"{target.name} M={count}", train, effort, progress)
+
+
+def _timed(
+    target: Target, admitted: Admitted, label: str, train: bool, effort: Effort | None, progress: Progress
+) -> Result:
+    device, built, left_out = target.device, admitted.variants, list(admitted.left_out)
     args, kwargs = target.example()
-    calls = {name: _bound(variant.run, args, kwargs) for name, variant in built.items()}
+    calls: dict[str, Callable[[], object]] = {name: _bound(v.run, args, kwargs) for name, v in built.items()}
+    if train:
+        stepped, wrong = steps(target, built)
+        calls, label, left_out = {**stepped}, f"{label}, forward and backward", [*left_out, *wrong]
     ops = {name: dispatched_ops(calls[name]) for name in ALWAYS if name in calls}
     race = interleaved(calls, clock=clock_for(device), effort=effort, progress=progress)
     submit: dict[str, Timing] = {}
+    end_to_end: dict[str, Timing] = {}
     kernels: dict[str, int] = {}
+    extra: dict[str, int] = {}
     if device.type == "cuda":
         submit = interleaved(calls, clock=SubmitClock(), effort=QUICK, progress=progress).timings
+        waiting = {name: _waiting(call) for name, call in calls.items()}
+        end_to_end = interleaved(waiting, clock=WallClock(), effort=QUICK, progress=progress).timings
         kernels = {name: launched_kernels(call) for name, call in calls.items()}
-    report = fxfuse.report(built["fxfuse"].run) if "fxfuse" in built else None
+        extra = {name: extra_bytes(call) for name, call in calls.items()}
+    report = fxfuse.report(built["fxfuse"].run) if "fxfuse" in calls else None
     return Result(
-        label=label or target.name,
+        label=label,
         device=device.type,
         dtype=str(target.dtype).removeprefix("torch."),
         timings=race.timings,
         had_core=race.had_core,
-        setup_s={name: variant.setup_s for name, variant in built.items()},
-        left_out=tuple(admitted.left_out),
+        setup_s={name: built[name].setup_s for name in calls},
+        left_out=tuple(left_out),
         weaker_gate=admitted.weaker,
         ops=ops,
         submit=submit,
         kernels=kernels,
+        end_to_end=end_to_end,
+        extra_bytes=extra,
         fused=len(report.fused) if report else 0,
         lowered=sum(event.kind == "lowered" for event in report.events) if report else 0,
         kernels_saved=report.kernels_saved if report else 0,
@@ -126,6 +170,25 @@ def launched_kernels(call: Callable[[], object]) -> int:
         call()
         torch.cuda.synchronize()
     return sum(event.device_type.name == "CUDA" for event in profile.events())
+
+
+def extra_bytes(call: Callable[[], object]) -> int:
+    """Bytes that one call of ``call`` takes on the current GPU at its peak, beside what was taken before."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    with torch.inference_mode():
+        call()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def _waiting(call: Callable[[], object]) -> Callable[[], object]:
+    def waiting() -> None:
+        call()
+        torch.cuda.synchronize()
+
+    return waiting
 
 
 def _bound(run: peers.Run, args: tuple[object, ...], kwargs: dict[str, object]) -> Callable[[], object]:

@@ -52,13 +52,16 @@ class LeftOut:
     reason: str
 
 
-def build(name: str, target: Target) -> Variant | LeftOut:
-    """Make the variant ``name`` of ``target`` and call it once. Raises TargetRaised where the plain model raises."""
+def build(name: str, target: Target, make: Callable[[Target], Run] | None = None) -> Variant | LeftOut:
+    """Make the variant ``name`` of ``target`` and call it once. Raises TargetRaised where the plain model raises.
+
+    ``make``: what makes it; None for its line in ``PEERS``.
+    """
     # A forward may write to its inputs; the next variant must meet them as they were.
     args, kwargs = tree_map_only(Tensor, torch.clone, target.example())
     start = time.perf_counter()
     try:
-        run = PEERS[name](target)
+        run = (make or PEERS[name])(target)
         with torch.inference_mode():
             output = run(*args, **kwargs)
     except DoesNotApply as reason:

@@ -23,6 +23,10 @@ class Progress:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Wipe the line, before something else is printed."""
         self._write("")
 
     def _write(self, line: str) -> None:

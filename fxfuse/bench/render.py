@@ -21,9 +21,11 @@ from fxfuse.bench.timer import Spread, Timing, rankable, speedup
 from fxfuse.report import Report, short_source
 
 LEGEND = (
-    "median, 20–80 %: microseconds a call, inference mode; x eager: how many times as fast as eager;\n"
+    "median, 20–80 %: microseconds a call, inference mode (--train: no); x eager: how many times as fast as eager;\n"
     "fxfuse is, vs: how many times as fast as that variant fxfuse is; ops: operators dispatched a call.\n"
-    "On a GPU times are of the GPU; host µs: until the host has enqueued a call; gemms: the bare products, a floor.\n"
+    "set-up s: from the model to the end of the first call; with --shapes the first call at that size.\n"
+    "On a GPU times are of the GPU; host µs: until a call is enqueued, waiting µs: until its answer is there;\n"
+    "extra MiB: memory that a call takes at its peak; gemms: the bare products, a floor.\n"
     "≈: the rounds of this run do not agree on which of the two is faster, so it ranks nothing.\n"
     "core: how much of the time the timing thread had one; where not all of it, other programs ran: measure again."
 )
@@ -46,7 +48,7 @@ def _variants(result: Result, style: str) -> str:
 def head(result: Result) -> list[str]:
     """The columns of ``rows``."""
     columns = ["", "median µs", "20–80 %", "x eager", "fxfuse is", "set-up s", "ops"]
-    return columns + (["host µs", "kernels"] if result.submit else [])
+    return columns + (["host µs", "waiting µs", "kernels", "extra MiB"] if result.submit else [])
 
 
 def rows(result: Result) -> list[tuple[object, ...]]:
@@ -64,10 +66,19 @@ def rows(result: Result) -> list[tuple[object, ...]]:
                 "" if name == "fxfuse" or ours is None else _times(speedup(ours, timing)),
                 "" if name == "eager" else f"{result.setup_s[name]:.2f}",
                 result.ops.get(name, ""),
-                *([_us(result.submit[name].spread.median), result.kernels[name]] if result.submit else []),
+                *(_on_gpu(result, name) if result.submit else []),
             )
         )
     return found
+
+
+def _on_gpu(result: Result, name: str) -> list[object]:
+    return [
+        _us(result.submit[name].spread.median),
+        _us(result.end_to_end[name].spread.median),
+        result.kernels[name],
+        f"{result.extra_bytes[name] / 2**20:.1f}",
+    ]
 
 
 def remarks(result: Result) -> list[str]:
@@ -199,6 +210,8 @@ def _as_dict(result: Result) -> dict[str, Any]:
                 "fxfuse_speedup": _ratio(ours, timing) if ours else None,
                 "submit_s": result.submit[name].spread.median if result.submit else None,
                 "kernels": result.kernels.get(name),
+                "end_to_end_s": result.end_to_end[name].spread.median if result.end_to_end else None,
+                "extra_bytes": result.extra_bytes.get(name),
             }
             for name, timing in result.timings.items()
         ],

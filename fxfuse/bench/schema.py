@@ -66,6 +66,8 @@ _VARIANT = _Record(
         "fxfuse_speedup": _Or(_RATIO),
         "submit_s": _Or(_SECONDS),
         "kernels": _Or(_COUNT),
+        "end_to_end_s": _Or(_SECONDS),
+        "extra_bytes": _Or(_COUNT),
     }
 )
 _EVENT = _Record(

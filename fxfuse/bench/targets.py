@@ -11,7 +11,7 @@ import importlib.util
 import operator
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from fxfuse import tuning
 from fxfuse.bench import libraries
 from fxfuse.bench.models import BUILT_IN
 from fxfuse.errors import FxfuseError
@@ -49,6 +50,20 @@ class Target:
                 "Return (model, args) or (model, args, kwargs)."
             )
         return self.args, self.kwargs
+
+    def with_rows(self, rows: int, option: str) -> Target:
+        """The same model called with one tensor like the example's, of so many rows.
+
+        Raises BadTarget, which names the command line's ``option``, for a model of other arguments.
+        """
+        args, kwargs = self.example()
+        x = args[0] if len(args) == 1 and not kwargs else None
+        if not isinstance(x, Tensor) or not x.is_floating_point() or x.dim() < 2:
+            raise BadTarget(
+                f"{self.name}: {option} is for models of one floating-point tensor [..., rows, columns]. "
+                "Without it, the sizes of the target's own example are measured."
+            )
+        return replace(self, args=(tuning.random([1] * (x.dim() - 2) + [rows, x.shape[-1]], like=x),))
 
     @property
     def tensors(self) -> list[Tensor]:

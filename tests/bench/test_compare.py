@@ -39,6 +39,7 @@ def _result(target, ratio, had_core=1.0, device="cpu"):
 def _variant(name, ratio):
     p20, median, p80 = ratio
     rest = {"rounds": 7, "calls": 1, "setup_s": 0.0, "fxfuse_speedup": None, "submit_s": None, "kernels": None}
+    rest |= {"end_to_end_s": None, "extra_bytes": None}
     return {
         "name": name,
         "median_s": 1 / median,

@@ -7,7 +7,7 @@ from torch import nn
 
 from fxfuse.bench import models, peers, render, schema, targets
 from fxfuse.bench.gate import Gate
-from fxfuse.bench.measure import dispatched_ops, measure
+from fxfuse.bench.measure import dispatched_ops, measure, measure_shapes
 from fxfuse.bench.peers import TargetRaised
 from fxfuse.bench.targets import BadTarget, Target
 from fxfuse.bench.timer import Effort
@@ -159,3 +159,60 @@ def test_language_models_pass_the_whole_gate():
     assert not gate.weaker
     assert not gate.wrong(eager)
     assert gate.wrong(eager * 1.01)
+
+
+def test_shapes_are_measured_with_variants_that_are_built_once(mlp, monkeypatch):
+    built, sizes = [], []
+
+    def peer(target):
+        built.append(target)
+        return lambda x: sizes.append(len(x)) or target.model(x)
+
+    monkeypatch.setitem(peers.PEERS, "compile", peer)
+    results = list(measure_shapes(mlp, [4, 2], ["compile"], effort=BRIEF))
+    assert [result.label for result in results] == ["small M=4", "small M=2"]
+    assert len(built) == 1
+    assert set(sizes) == {4, 2}
+    assert all(set(result.timings) == {"eager", "fxfuse", "compile"} for result in results)
+    assert all(result.setup_s["compile"] > 0 for result in results)
+
+
+def test_a_wrong_answer_at_one_size_is_not_timed_there(mlp, monkeypatch):
+    monkeypatch.setitem(
+        peers.PEERS, "compile", lambda target: lambda x: target.model(x) * (1.0 if len(x) == 4 else 1.1)
+    )
+    results = list(measure_shapes(mlp, [4, 2, 4], ["compile"], effort=BRIEF))
+    assert ["compile" in result.timings for result in results] == [True, False, True]
+    assert results[1].left_out[0].reason.startswith("wrong answer: ")
+
+
+def test_shapes_are_for_models_of_one_tensor():
+    target = small(nn.Bilinear(4, 4, 4), torch.randn(3, 4), torch.randn(3, 4))
+    with pytest.raises(BadTarget, match=r"^small: --shapes is for models of one floating-point tensor"):
+        next(measure_shapes(target, [1], [], effort=BRIEF))
+
+
+def test_training_steps_are_timed(mlp):
+    result = measure(mlp, [], train=True, effort=BRIEF)
+    assert result.label == "small, forward and backward"
+    assert set(result.timings) == {"eager", "fxfuse"}
+    assert result.report.calls[""].reasons["gradients are needed"] > 0
+    assert all(p.grad is None for p in mlp.model.parameters())
+
+
+def test_wrong_gradients_are_not_timed(mlp, monkeypatch):
+    monkeypatch.setitem(
+        peers.PEERS, "compile", lambda target: lambda x: target.model(x) + (y := target.model(x)) - y.detach()
+    )
+    monkeypatch.setitem(peers.PEERS, "onednn", lambda target: lambda x: target.model(x).detach())
+    result = measure(mlp, ["compile", "onednn"], train=True, effort=BRIEF)
+    assert set(result.timings) == {"eager", "fxfuse"}
+    reasons = {gone.name: gone.reason for gone in result.left_out}
+    assert reasons["compile"].startswith("wrong gradients: of parameter 0 the norm of the error is ")
+    assert reasons["onednn"] == "wrong gradients: parameter 0 has none, eager one"
+
+
+def test_a_model_that_does_not_learn_cannot_train(mlp):
+    mlp.model.requires_grad_(False)
+    with pytest.raises(BadTarget, match=r"^small: its backward raised "):
+        measure(mlp, [], train=True, effort=BRIEF)

@@ -24,6 +24,8 @@ def variant(name="eager", median=2e-6):
         "fxfuse_speedup": None,
         "submit_s": None,
         "kernels": None,
+        "end_to_end_s": None,
+        "extra_bytes": None,
     }
 
 
