@@ -31,6 +31,7 @@ from fxfuse.bench.progress import Progress
 from fxfuse.bench.publish import Outputs
 from fxfuse.bench.timer import QUICK, Effort
 from fxfuse.errors import FxfuseError
+from fxfuse.ops.gpu import driver
 from fxfuse.report import MEASURED_HEAD
 
 _TARGET = (
@@ -142,7 +143,9 @@ def _parser() -> argparse.ArgumentParser:
     tune.set_defaults(command=_tune)
 
     cache = commands.add_parser("cache", help="where measured choices are kept, and how many there are")
-    cache.add_argument("--clear", action="store_true", help="forget them all, and the measured rates of devices")
+    cache.add_argument(
+        "--clear", action="store_true", help="forget them all, the measured rates of devices, and compiled kernels"
+    )
     cache.set_defaults(command=_cache)
 
     for command in (explain, graph, bench, profile, tune):
@@ -230,6 +233,7 @@ def _cache(options: argparse.Namespace) -> int:
     if options.clear:
         choose.CHOICES.clear()
         machine_rates.clear()
+        driver.forget_kernels()
         print("cleared")
         return 0
     ours, others = choose.count()

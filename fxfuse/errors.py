@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 
 class FxfuseError(Exception):
     """Base of every error that fxfuse raises by itself."""
@@ -17,6 +19,10 @@ class UnsupportedModel(FxfuseError, ValueError):
 
 class ExampleWarning(UserWarning):
     """The model's own forward refused the example inputs, so nothing was learned from them."""
+
+
+class KernelWarning(UserWarning):
+    """A GPU kernel could not be built, and eager's run in its place."""
 
 
 class ChoicesWarning(UserWarning):
@@ -118,3 +124,12 @@ def refuse_unsupported(model: object) -> None:
         raise UnsupportedModel(
             f"{name} is scripted: its forward is no Python code. Optimize the module before scripting it."
         )
+
+
+def warn_of_kernel(name: str, error: BaseException) -> None:
+    """Python shows the same text once."""
+    text = (
+        f"the GPU kernel {name!r} could not be built, and eager's run in its place: {_short(error)}. "
+        "CUDA builds of torch bring the compiler that it takes; `fxfuse cache --clear` drops those that are kept."
+    )
+    warnings.warn(text, KernelWarning, stacklevel=2)

@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from fxfuse import choose, ops
+from fxfuse import choose, errors, ops
 from fxfuse.bench.timer import Call, Effort, GpuClock, interleaved, speedup
 from fxfuse.capture.body import Watch
 from fxfuse.capture.record import own, trial_copy, trial_run
 from fxfuse.capture.region import Region
 from fxfuse.choose import PLAIN, Choice, Key
+from fxfuse.ops.gpu.driver import CudaError
 from fxfuse.report import Measured, Report
 
 FASTER = 1.03
@@ -192,7 +193,15 @@ def _choice(places: Places, names: Sequence[str]) -> Choice | None:
     """What the times say; None where the machine was too busy for them to say anything."""
     with torch.inference_mode():
         count = _turns(places)
-    calls = {name: _turn(places, name, count) for name in names}
+        calls: dict[str, Call] = {}
+        for name in names:
+            call = _turn(places, name, count)
+            try:
+                call()
+            except CudaError as error:
+                errors.warn_of_kernel(name, error)
+            else:
+                calls[name] = call
     if places.device.type == "cuda":
         race = interleaved(calls, clock=GpuClock(places.device), effort=GPU_EFFORT, collect=False)
     else:
@@ -200,8 +209,9 @@ def _choice(places: Places, names: Sequence[str]) -> Choice | None:
         if race.had_core < HAD_CORE:
             return None
     timings = race.timings
-    order = [ops.expected(places.target, places.tensors[0], places.rest)]
-    for name in names:
+    expected = ops.expected(places.target, places.tensors[0], places.rest)
+    order = [expected if expected in calls else PLAIN]
+    for name in calls:
         if name not in order and speedup(timings[name], timings[order[0]]).p20 >= FASTER:
             order.insert(0, name)
     if PLAIN not in order:

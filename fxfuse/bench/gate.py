@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Mapping
+import logging
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from fxfuse import numerics
 from fxfuse.bench import peers
@@ -23,27 +25,47 @@ class Gate:
     """The acceptance rule of ``fxfuse.numerics`` for one target, or half of it where the whole cannot be had."""
 
     def __init__(self, target: Target, eager: Any) -> None:
-        """``eager``: the plain model's output on the example call. Raises BadTarget where there is no tensor in it."""
-        if not any(isinstance(leaf, Tensor) for leaf in tree_leaves(eager)):
+        """``eager``: the plain model's output on the example call.
+
+        Raises BadTarget where there is no tensor in it, or no float64 run that it could be held against.
+        """
+        self._target, self._eager = target, _opened(eager)
+        tensors = list(_tensors(eager, set()))
+        if not tensors:
             raise BadTarget(f"{target.name}: the model returned no tensor, so no two answers can be compared")
-        self._eager = eager
+        if any(t.is_meta for t in tensors):
+            raise BadTarget(f"{target.name}: tensors on the meta device hold no values, so no answers can be compared")
         self.weaker = ""
         """Why only the norm of the error is judged; empty where every element is."""
         args, kwargs = target.example()
         try:
-            graph_module = torch.export.export(target.model, args, kwargs, strict=False).module()
+            with _export_is_silent():
+                graph_module = torch.export.export(target.model, args, kwargs, strict=False).module()
             self._reference, self._magnitude = numerics.reference(graph_module, args, kwargs)
         except Exception as error:
             # Without a graph of the whole, the scale of single elements' errors is not known.
             self.weaker = one_line(error)
-            self._reference = _in_float64(target)
+            self._reference = _opened(_in_float64(target))
             self._magnitude = tree_map_only(Tensor, torch.abs, self._reference)
 
     def wrong(self, output: Any) -> str:
-        """What is wrong with ``output`` and by how much; empty if nothing is."""
-        verdict = numerics.judge(output, self._eager, self._reference, self._magnitude)
-        only_elements = verdict.norm_used <= 1 < verdict.element_used
-        return "" if self.weaker and only_elements else verdict.reason
+        """What is wrong with ``output`` and by how much; empty if nothing is.
+
+        Raises BadTarget where the plain model, called again, would be wrong as well.
+        """
+        reason = self._judged(output)
+        if reason:
+            again = peers.build("eager", self._target)
+            if isinstance(again, Variant) and self._judged(again.output):
+                raise BadTarget(
+                    f"{self._target.name}: the model answers the same call differently each time, so no two answers "
+                    "can be compared: does it draw random numbers, or change its own state?"
+                )
+        return reason
+
+    def _judged(self, output: Any) -> str:
+        elements = not self.weaker
+        return numerics.judge(_opened(output), self._eager, self._reference, self._magnitude, elements=elements).reason
 
 
 @dataclass
@@ -73,8 +95,12 @@ def admit_again(built: Mapping[str, Variant], target: Target, progress: Callable
     """
     makes: dict[str, Make] = {}
     for name, variant in built.items():
-        makes[name] = peers.PEERS[name] if name in peers.FLOORS else lambda _target, run=variant.run: run
+        makes[name] = peers.PEERS[name] if name in peers.FLOORS else _made(variant)
     return _admitted(makes, target, progress)
+
+
+def _made(variant: Variant) -> Make:
+    return lambda _target: variant.run
 
 
 def _admitted(makes: Mapping[str, Make], target: Target, progress: Callable[[str], object]) -> Admitted:
@@ -96,6 +122,45 @@ def _admitted(makes: Mapping[str, Make], target: Target, progress: Callable[[str
 
 
 def _in_float64(target: Target) -> Any:
-    args, kwargs = tree_map_only(Tensor, lambda t: t.double() if t.is_floating_point() else t, target.example())
-    with torch.no_grad():
-        return copy.deepcopy(target.model).double()(*args, **kwargs)
+    def wide(t: Tensor) -> Tensor:
+        return t.clone().double() if t.is_floating_point() else t.clone()
+
+    args, kwargs = tree_map_only(Tensor, wide, target.example())
+    try:
+        with torch.no_grad():
+            return copy.deepcopy(target.model).double()(*args, **kwargs)
+    except Exception as error:
+        raise BadTarget(
+            f"{target.name}: in float64, which every answer is held against, the model raises {one_line(error)}"
+        ) from error
+
+
+def _opened(output: Any) -> Any:
+    """With the tensors of an object in its place where it is equal to itself only: of a cache of keys and values."""
+
+    def tensors(leaf: Any) -> Any:
+        own = hasattr(leaf, "__dict__") and type(leaf).__eq__ is object.__eq__ and not callable(leaf)
+        return [type(leaf).__name__, *_tensors(leaf, set())] if own else leaf
+
+    return tree_map(tensors, output)
+
+
+def _tensors(value: Any, seen: set[int]) -> Iterator[Tensor]:
+    """Every tensor in ``value``, those in objects that pytree takes for leaves too."""
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif hasattr(leaf, "__dict__") and id(leaf) not in seen:
+            seen.add(id(leaf))
+            yield from _tensors(vars(leaf), seen)
+
+
+@contextmanager
+def _export_is_silent() -> Iterator[None]:
+    """torch.export logs the whole graph of a model that it cannot trace; the exception says enough."""
+    before = logging.root.manager.disable
+    logging.disable(max(before, logging.ERROR))
+    try:
+        yield
+    finally:
+        logging.disable(before)

@@ -53,20 +53,22 @@ class GpuClock:
     """Cycles."""
 
     def __init__(self, device: torch.device):
+        self.device = device
         size = 2 * torch.cuda.get_device_properties(device).L2_cache_size
         self.flush = torch.zeros(size // 4, device=device)
 
     def block(self, call: Call, calls: int) -> float:
         spent = 0.0
-        for _ in range(calls):
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            self.flush.sum()  # read, not written: what is written would have to leave the cache during the call
-            torch.cuda._sleep(self.HEAD_START)
-            start.record()
-            call()
-            end.record()
-            end.synchronize()
-            spent += start.elapsed_time(end) * 1e-3
+        with torch.cuda.device(self.device):  # whose stream events and waits belong to
+            for _ in range(calls):
+                start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                self.flush.sum()  # read, not written: what is written would have to leave the cache during the call
+                torch.cuda._sleep(self.HEAD_START)
+                start.record()
+                call()
+                end.record()
+                end.synchronize()
+                spent += start.elapsed_time(end) * 1e-3
         return spent / calls
 
 

@@ -57,7 +57,7 @@ def compile_body(
             new.output(fx.map_arg(node.args[0], mapping.__getitem__))
         elif node not in mapping:
             mapping[node] = copied = new.node_copy(node, mapping.__getitem__)
-            site = ops.site(copied, store)
+            site = ops.site(copied, store, vouched=all(map(_is_read, node.args[1:])))
             if site is not None:
                 run, tensors = site
                 if watch is not None:
@@ -70,6 +70,13 @@ def compile_body(
     exec(compile(code.src, f"<fxfuse graph {name}>", "exec"), scope)
     body: Callable[..., Any] = scope.pop("forward")
     return body
+
+
+def _is_read(argument: fx.node.Argument) -> bool:
+    """Whether an operand is read from the model, whose tensors a region asks about, or is none."""
+    if isinstance(argument, fx.Node) and argument.target is torch.t:
+        argument = argument.args[0]
+    return not isinstance(argument, fx.Node) or argument.op == "get_attr"
 
 
 def _watched(run: Callable[..., Any], watch: Watch, target: Any, rest: tuple[Any, ...]) -> Callable[..., Any]:

@@ -192,6 +192,8 @@ def uninstall(module: nn.Module) -> None:
     region = module.__dict__.pop(REGION, None)
     if region is None:  # another thread was faster
         return
+    if region.not_captured is not None:  # graphs keep memory for as long as the region lives
+        region.forget()
     module.__dict__.pop("forward", None)
     if ROOT not in module.__dict__:
         release(module)

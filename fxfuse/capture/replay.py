@@ -21,11 +21,17 @@ from fxfuse.ops.gpu.driver import copy
 
 MOST = 8
 """Graphs that a region keeps; the one used least recently goes."""
+MOST_CAPTURES = 64
+"""More kinds than this take turns, or weights keep moving: a capture takes as long as thousands of calls."""
 
 CALLED_ONCE, REFUSED = "called once", "refused"
 
 Kind = tuple[Any, ...]
-"""What a graph is captured for: of tensors all but their values, other arguments as they are."""
+"""What a graph is captured for: of tensors all but their values, other arguments as they are, and settings."""
+Places = tuple[Any, ...]
+
+_CAPTURING = threading.Lock()
+"""Captures wait for the whole device, which is an error while another thread captures."""
 
 
 class Refused(Exception):
@@ -46,8 +52,8 @@ class Captured(NamedTuple):
     device: int
     inputs: list[Held]
     """Of each argument that is a tensor."""
-    weights: tuple[int, ...]
-    """Addresses of what is read from the model."""
+    weights: Places
+    """Where what is read from the model lies."""
     outputs: list[Any]
     """``Held`` in place of tensors."""
     structure: pytree.TreeSpec
@@ -76,8 +82,11 @@ class Replayed:
         self.graphs: OrderedDict[Kind, Captured | str] = OrderedDict()
         """Kind of call -> its graph, or how far it has come."""
         self.lock = threading.Lock()
-        self.stream: int | None = None
-        """Of the last replay."""
+        self.captures = 0
+        self.last: tuple[int, int] | None = None
+        """Device and stream of the last replay."""
+        self.side: torch.cuda.Stream | None = None
+        """The stream that is captured."""
         self.pool: Any = None
         self.refusal: Callable[[], str] | None = refusal
         self.never = False
@@ -89,7 +98,7 @@ class Replayed:
         try:
             kind = kind_of(arguments)
         except Refused as why:
-            self._refuse(str(why))
+            self.say(str(why))
             return self.body(owner, *values)
         with self.lock:
             captured = self._graph_for(kind, owner, arguments, reads)
@@ -99,60 +108,76 @@ class Replayed:
 
     def _asked(self) -> bool:
         """Whether calls may be captured at all."""
-        if self.refusal is not None:
-            why = self.refusal() if torch.cuda.is_available() else "torch finds no CUDA device"
-            self.refusal = None
+        refusal = self.refusal
+        if refusal is not None:
+            why = refusal() if torch.cuda.is_available() else "torch finds no CUDA device"
             if why:
-                self._refuse(why)
+                self.never = True
+                self.say(why)
+            self.refusal = None
         return not self.never
-
-    def _refuse(self, why: str) -> None:
-        self.never = True
-        self.say(why)
 
     def _graph_for(self, kind: Kind, owner: Any, arguments: Sequence[Any], reads: Sequence[Any]) -> Captured | None:
         """The graph for a call, captured now if need be; None where the call is to run by itself."""
-        known = self.graphs.get(kind)
-        self.graphs[kind] = known or CALLED_ONCE  # what is found out or compiled at a first call is found out then
-        self.graphs.move_to_end(kind)
-        if len(self.graphs) > MOST:
-            self.graphs.popitem(last=False)
-        if known is None or known == REFUSED:
-            return None
-        weights = tuple([t.data_ptr() for t in reads if isinstance(t, Tensor)])
+        known, weights = self.graphs.get(kind), _places_of(reads)
         if isinstance(known, Captured) and known.weights == weights:
+            self.graphs.move_to_end(kind)
             return known
+        if known == REFUSED or self.captures >= MOST_CAPTURES:
+            return None
+        if known != CALLED_ONCE:
+            # What is found out or compiled at a first call, or at one with weights elsewhere, is found out then.
+            self._keep(kind, CALLED_ONCE)
+            return None
         try:
             captured = self._capture(owner, arguments, reads, weights)
         except Exception as error:
-            self.graphs[kind] = REFUSED
-            self.say(str(error) if isinstance(error, Refused) else f"{type(error).__name__}: {_first_line(error)}")
+            cause = error.__context__ or error  # the end of a capture that was given up raises over the reason
+            self._keep(kind, REFUSED)
+            self.say(str(cause) if isinstance(cause, Refused) else f"{type(cause).__name__}: {_first_line(cause)}")
             return None
-        self.graphs[kind] = captured
+        self._keep(kind, captured)
+        self.captures += 1
+        if self.captures == MOST_CAPTURES:
+            self.say(f"{MOST_CAPTURES} were captured, and no more will be")
         return captured
 
-    def _capture(
-        self, owner: Any, arguments: Sequence[Any], reads: Sequence[Any], weights: tuple[int, ...]
-    ) -> Captured:
-        if self.pool is None:
-            self.pool = torch.cuda.graph_pool_handle()
+    def _keep(self, kind: Kind, what: Captured | str) -> None:
+        self.graphs[kind] = what
+        self.graphs.move_to_end(kind)
+        for group, most in ((Captured, MOST), (str, MOST_CAPTURES)):
+            for old in [k for k, v in self.graphs.items() if isinstance(v, group)][:-most]:
+                del self.graphs[old]
+
+    def _capture(self, owner: Any, arguments: Sequence[Any], reads: Sequence[Any], weights: Places) -> Captured:
+        device = next(a.device for a in arguments if isinstance(a, Tensor))
+        for t in reads:
+            if isinstance(t, Tensor) and t.device != device:
+                raise Refused(f"it reads a tensor on {t.device}, and an argument is on {device}")
         # Made outside inference mode: calls in any mode write to them.
         with torch.inference_mode(False), torch.no_grad():
             own = [torch.empty_like(a) if isinstance(a, Tensor) else a for a in arguments]
-        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
-        try:
-            # Other threads may go on; a wait of their own is no part of this.
-            with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
-                result = self.body(owner, *own, *reads)
-        except Exception:
-            _mend(stream, self.pool)
-            self.pool = None
-            raise
+        with _CAPTURING, torch.cuda.device(device):
+            self.side = self.side or torch.cuda.Stream(device)
+            self.pool = self.pool or torch.cuda.graph_pool_handle()
+            graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+            # cuBLAS keeps a workspace for each stream; one that a graph has must be nobody else's.
+            torch._C._cuda_clearCublasWorkspaces()
+            try:
+                # Other threads may go on; a wait of their own is no part of this.
+                with torch.cuda.graph(graph, self.pool, self.side, capture_error_mode="thread_local"):
+                    result = self.body(owner, *own, *reads)
+            except Exception:
+                pool, self.pool, self.side = self.pool, None, None
+                _mend(stream, pool)
+                raise
+            finally:
+                torch._C._cuda_clearCublasWorkspaces()
         outputs, structure = pytree.tree_flatten(result)
-        device = _device_of(outputs, [t for t in (*own, *reads) if isinstance(t, Tensor)])
+        _check(outputs, [t for t in (*own, *reads) if isinstance(t, Tensor)], device)
         inputs = [_held(t, like=given) for t, given in zip(own, arguments, strict=True) if isinstance(t, Tensor)]
         outputs = [_held(t, like=torch.empty_like(t)) if isinstance(t, Tensor) else t for t in outputs]
-        return Captured(graph, device, inputs, weights, outputs, structure)
+        return Captured(graph, device.index, inputs, weights, outputs, structure)
 
     def _replay(self, captured: Captured, arguments: Sequence[Any]) -> Any:
         device = captured.device
@@ -160,7 +185,7 @@ class Replayed:
             with torch.cuda.device(device):
                 return self._replay(captured, arguments)
         stream = torch._C._cuda_getCurrentRawStream(device)
-        if stream != self.stream:
+        if (device, stream) != self.last:
             self._take_turns(device, stream)
         tensors = (a for a in arguments if isinstance(a, Tensor))
         for (own, address, size), given in zip(captured.inputs, tensors, strict=True):
@@ -176,10 +201,14 @@ class Replayed:
         return pytree.tree_unflatten(outputs, captured.structure)
 
     def _take_turns(self, device: int, stream: int) -> None:
-        """Calls on another stream use the same memory: the one under way comes after them."""
-        if self.stream is not None:
-            torch.cuda.current_stream(device).wait_stream(torch.cuda.ExternalStream(self.stream, device))
-        self.stream = stream
+        """Calls on another stream use the same memory: this one comes after them, and nobody gets it before."""
+        now = torch.cuda.current_stream(device)
+        if self.last is not None and self.last[0] == device:
+            now.wait_stream(torch.cuda.ExternalStream(self.last[1], device))
+        for graph in self.graphs.values():
+            for held in graph.inputs if isinstance(graph, Captured) and graph.device == device else ():
+                held.tensor.record_stream(now)
+        self.last = device, stream
 
 
 def _held(tensor: Tensor, *, like: Tensor) -> Held:
@@ -209,17 +238,42 @@ def refusal(gm: fx.GraphModule) -> str:
 
 def kind_of(arguments: Sequence[Any]) -> Kind:
     """What two calls have to share for one graph to serve both."""
-    kind: list[Any] = []
+    kind: list[Any] = [*_settings()]
+    device = -1
     for a in arguments:
         if isinstance(a, Tensor):
+            if a.layout is not torch.strided:
+                raise Refused(f"an argument is {str(a.layout).removeprefix('torch.')}")
             if not a.is_cuda:
                 raise Refused(f"an argument is on {a.device}")
-            kind.append((a.shape, a.stride(), a.dtype, a.get_device(), a.is_neg()))
+            if device not in (-1, a.get_device()):
+                raise Refused("its arguments are on several devices")
+            device = a.get_device()
+            kind.append((a.shape, a.stride(), a.dtype, device, a.is_neg()))
         elif a is None or isinstance(a, (bool, int, float, str, torch.dtype, torch.device)):
             kind.append((type(a), a))
         else:
             raise Refused(f"an argument is a {type(a).__name__}")
+    if device == -1:
+        raise Refused("no argument is a tensor")
     return tuple(kind)
+
+
+def _settings() -> tuple[Any, ...]:
+    """What decides, beside the arguments, which kernels run."""
+    return (
+        torch._C._get_fp32_precision_getter("cuda", "matmul"),
+        torch._C._get_deterministic_algorithms(),
+        torch._C._get_flash_sdp_enabled(),
+        torch._C._get_mem_efficient_sdp_enabled(),
+        torch._C._get_math_sdp_enabled(),
+        torch._C._get_cudnn_sdp_enabled(),
+        torch.get_default_dtype(),
+    )
+
+
+def _places_of(reads: Sequence[Any]) -> Places:
+    return tuple([(t.data_ptr(), t.stride(), t.dtype) for t in reads if isinstance(t, Tensor)])
 
 
 def _mend(stream: torch.cuda.Stream, pool: Any) -> None:
@@ -233,23 +287,19 @@ def _mend(stream: torch.cuda.Stream, pool: Any) -> None:
         scratch.zero_()
 
 
-def _device_of(outputs: Sequence[Any], inputs: Sequence[Tensor]) -> int:
-    """Of the results, where clones can stand for them: nobody may reach their memory through something else."""
+def _check(outputs: Sequence[Any], inputs: Sequence[Tensor], device: torch.device) -> None:
+    """Refuse results for which clones cannot stand: nobody may reach their memory through something else."""
     seen = {t.untyped_storage().data_ptr() for t in inputs}
-    device = None
     for output in outputs:
         if isinstance(output, Tensor):
-            if not output.is_cuda:
+            if output.device != device:
                 raise Refused(f"a result is on {output.device}")
-            device, memory = output.get_device(), output.untyped_storage().data_ptr()
+            memory = output.untyped_storage().data_ptr()
             if memory in seen:
                 raise Refused("a result shares memory with an argument, a weight or another result")
             seen.add(memory)
         elif output is not None and not isinstance(output, (bool, int, float, str)):
             raise Refused(f"a result is a {type(output).__name__}")
-    if device is None:
-        raise Refused("no result is a tensor")
-    return device
 
 
 def _first_line(error: BaseException) -> str:

@@ -47,13 +47,13 @@ SITES: dict[Callable[..., Tensor], Sites] = {
 
 
 def site(
-    node: fx.Node, store: prepack.Store | None = None
+    node: fx.Node, store: prepack.Store | None = None, *, vouched: bool = False
 ) -> tuple[Callable[..., Tensor], tuple[fx.node.Argument, ...]] | None:
     """What runs a node's fused operator behind the door, and its arguments; None where the node calls another function.
 
     A caller makes one site for each place at which it calls an operator, and asks for it what the door asks: types,
-    modes and gradients, and beyond that dtypes and shapes that fit each other. ``store`` takes the packed copies of
-    weights.
+    modes and gradients. ``vouched``: and that shapes of weights and biases are the same at each call, and their dtypes
+    alike. ``store`` takes the packed copies of weights.
     """
     if node.op != "call_function" or node.target not in SITES:
         return None
@@ -62,7 +62,7 @@ def site(
     made = sites.site(*rest) if store is None else sites.prepacked(*rest, weights=partial(prepack.Weight, store))
     if not torch.cuda.is_available():
         return made.run, tensors
-    return OnEither(made.run, sites.cuda(*rest).run).run, tensors
+    return OnEither(made.run, sites.cuda(*rest, vouched=vouched).run).run, tensors
 
 
 class OnEither:

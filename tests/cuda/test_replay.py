@@ -82,7 +82,7 @@ def test_weights_may_change_and_move():
     assert torch.equal(replayed(x), plain(x))
     replayed.load_state_dict({k: v * 0.5 for k, v in replayed.state_dict().items()})
     assert torch.equal(replayed(x), plain(x))
-    assert counts(replayed) == (5, 4)
+    assert counts(replayed) == (5, 3), "a call with a weight elsewhere runs by itself"
 
 
 def test_arguments_of_other_values_and_types():

@@ -17,10 +17,10 @@ class GatedSite:
 
     __slots__ = ("act", "act_args", "product")
 
-    def __init__(self, act: str, act_args: Sequence[float] = (), *, only: str | None = None):
-        """``only``: the implementation to take."""
+    def __init__(self, act: str, act_args: Sequence[float] = (), *, only: str | None = None, vouched: bool = False):
+        """``only``, ``vouched``: as for ``Product``."""
         self.act, self.act_args = act, act_args
-        self.product = Product(act, act_args, gated=True, only=only)
+        self.product = Product(act, act_args, gated=True, only=only, vouched=vouched)
 
     def run(
         self, x: Tensor, gate_weight: Tensor, gate_bias: Tensor | None, up_weight: Tensor, up_bias: Tensor | None
@@ -54,10 +54,12 @@ class PackedSite:
 
     __slots__ = ("act", "act_args", "layout", "product", "unpacked", "unpacked_bias")
 
-    def __init__(self, act: str, act_args: Sequence[float], layout: str, *, only: str | None = None):
-        """``only``: the implementation to take."""
+    def __init__(
+        self, act: str, act_args: Sequence[float], layout: str, *, only: str | None = None, vouched: bool = False
+    ):
+        """``only``, ``vouched``: as for ``Product``."""
         self.act, self.act_args, self.layout = act, act_args, layout
-        self.product = Product(act, act_args, gated=True, only=only)
+        self.product = Product(act, act_args, gated=True, only=only, vouched=vouched)
         self.unpacked = Kept(lambda weight: plain.unpack(weight, layout, 0))
         self.unpacked_bias = Kept(lambda bias: plain.unpack(bias, layout, 0))
 

@@ -15,9 +15,14 @@ __device__ __forceinline__ float gelu_tanh(float x) {
   float s = x * x;  // x * sigmoid(2 sqrt(2/pi) (x + 0.044715 x^3)), in base 2
   return x * reciprocal(1.f + exp2_(x * (-0.10294324f * s - 2.3022082f)));
 }
-__device__ __forceinline__ float gelu(float x) {
-  float s = fminf(x * x, 36.f);  // x * sigmoid(logit(cdf(x))), in base 2: fitted up to 6, where the cdf is 1
+__device__ __forceinline__ float gelu(float x) {  // x * sigmoid(logit(cdf(x))), in base 2
+#if TEN_BITS  // of float16
+  float s = x * x, q = ((-3.2100718e-6f * s + 8.7904330e-5f) * s + 3.6207723e-4f) * s - 0.10523003f;
+  return x * reciprocal(1.f + exp2_(x * (q * s - 2.3020440f)));
+#else  // fitted up to 6, where the cdf is 1
+  float s = fminf(x * x, 36.f);
   return x * reciprocal(1.f + exp2_(x * ((1.0157009e-3f * s - 0.10678461f) * s - 2.3011115f)));
+#endif
 }
 __device__ __forceinline__ float elu(float x, float alpha) {
   return x > 0.f ? x : alpha * (x > -0.01f ? x * (1.f + x * (0.5f + x / 6.f)) : exp_(x) - 1.f);

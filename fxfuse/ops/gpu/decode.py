@@ -9,7 +9,7 @@ import threading
 import torch
 from torch import Tensor
 
-from fxfuse.ops.gpu.driver import Kernel, Launcher, compile_kernel
+from fxfuse.ops.gpu.driver import Kernel, Launcher, built
 from fxfuse.ops.gpu.source import DTYPES, Epilogue, source
 
 MOST_ROWS = 15
@@ -37,8 +37,7 @@ def kernel(epilogue: Epilogue, shape: tuple[int, int, int], device: int) -> Kern
     """Compiled and loaded on ``device``, once a process. CudaError where that fails."""
     major, minor = torch.cuda.get_device_capability(device)
     with torch.cuda.device(device):
-        code = compile_kernel(kernel_source(epilogue, shape), f"sm_{major}{minor}")
-        return Kernel(code, "linear", shape[1] * 32, 0)
+        return built(kernel_source(epilogue, shape), f"sm_{major}{minor}", shape[1] * 32, 0)
 
 
 def kernel_source(epilogue: Epilogue, shape: tuple[int, int, int]) -> str:

@@ -19,6 +19,7 @@ import torch
 from fxfuse import choose
 
 _DYNAMIC_SHARED_MEMORY = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 _TYPES = {torch.float16: 6, torch.bfloat16: 9}  # CU_TENSOR_MAP_DATA_TYPE_*
 _SWIZZLES = {64: 2, 128: 3}  # CU_TENSOR_MAP_SWIZZLE_64B, _128B
 _L2_PROMOTION = 3  # CU_TENSOR_MAP_L2_PROMOTION_L2_256B
@@ -46,19 +47,32 @@ def _check(result: int, what: str) -> None:
         raise CudaError(f"{what} failed: {(name.value or b'').decode() or result}")
 
 
-def compile_kernel(source: str, architecture: str) -> bytes:
-    """The machine code of CUDA C++ ``source`` for ``architecture``, such as "sm_90a"; CudaError with the log.
+def built(source: str, architecture: str, threads: int, shared_memory: int) -> Kernel:
+    """The kernel ``linear`` of CUDA C++ ``source`` on the current device; ``architecture`` is "sm_90a", say.
 
-    Compiling takes most of a second, so the code is kept on disk beside the table of choices, where that can be.
+    Compiling takes most of a second, so the machine code is kept on disk beside the table of choices, if it can be.
+    CudaError, with the compiler's log, where it fails.
     """
     identity = hashlib.sha256(f"{torch.version.cuda} {architecture} {source}".encode()).hexdigest()
-    with contextlib.suppress(OSError, RuntimeError):  # not there yet, or there is no home folder
-        return _file(identity).read_bytes()
+    with contextlib.suppress(OSError, RuntimeError, CudaError):  # not there yet, no home folder, or damaged
+        return Kernel(_file(identity).read_bytes(), "linear", threads, shared_memory)
     code = _compile(source, architecture)
     with contextlib.suppress(OSError, RuntimeError):
         _file(identity).parent.mkdir(parents=True, exist_ok=True)
         choose.write_whole(_file(identity), code)
-    return code
+    return Kernel(code, "linear", threads, shared_memory)
+
+
+def forget_kernels() -> None:
+    """Delete the machine code that is kept on disk."""
+    with contextlib.suppress(OSError, RuntimeError):
+        for file in _file("").parent.glob("*.cubin"):
+            file.unlink(missing_ok=True)
+
+
+def _bind() -> None:
+    """Make the current device's context the calling thread's, which it is not before its first real call."""
+    torch.cuda.mem_get_info()
 
 
 def _file(identity: str) -> Path:
@@ -87,7 +101,11 @@ def _compile(source: str, architecture: str) -> bytes:
 
 def copy(to: int, source: int, size: int, stream: int) -> None:
     """Enqueue a copy of ``size`` bytes between two addresses on the current device: a third of what copy_ takes."""
-    _check(_copy()(to, source, size, stream), "cuMemcpyDtoDAsync")
+    result = _copy()(to, source, size, stream)
+    if result == _NO_CONTEXT:
+        _bind()
+        result = _copy()(to, source, size, stream)
+    _check(result, "cuMemcpyDtoDAsync")
 
 
 @functools.cache
@@ -114,6 +132,7 @@ class Kernel:
     """A function of a module loaded on the current device, with its shared memory."""
 
     def __init__(self, code: bytes, name: str, threads: int, shared_memory: int):
+        _bind()
         cuda, module, function = _libcuda(), ctypes.c_void_p(), ctypes.c_void_p()
         _check(cuda.cuModuleLoadData(ctypes.byref(module), code), "cuModuleLoadData")
         _check(cuda.cuModuleGetFunction(ctypes.byref(function), module, name.encode()), "cuModuleGetFunction")
@@ -136,6 +155,9 @@ class Launcher:
         self._grid[0] = blocks
         self._configuration.stream = stream
         result = self._launch(self._where, self._function, self._arguments, None)
+        if result == _NO_CONTEXT:
+            _bind()
+            result = self._launch(self._where, self._function, self._arguments, None)
         if result:
             _check(result, "cuLaunchKernelEx")
 

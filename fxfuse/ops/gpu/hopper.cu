@@ -150,6 +150,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(384
         }
       }
     }
+    __syncwarp();  // before the cluster's barrier, at which warps arrive whole
   } else {  // the consumers: every second tile each
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CONSUMER_REGISTERS));
     const int me = group - 1;

@@ -9,7 +9,7 @@ import threading
 import torch
 from torch import Tensor
 
-from fxfuse.ops.gpu.driver import Kernel, Launcher, TensorMap, compile_kernel
+from fxfuse.ops.gpu.driver import Kernel, Launcher, TensorMap, built
 from fxfuse.ops.gpu.source import DTYPES, Epilogue, Lies, source, wgmma
 
 _BM, _BK, _SLAB, _CLUSTER, _GROUP = 128, 64, 32, 2, 8
@@ -62,7 +62,7 @@ def kernel(epilogue: Epilogue, wn: int, transposed: bool, device: int) -> Kernel
     """Compiled and loaded on ``device``, once a process. CudaError where that fails."""
     _, _, memory = _memory(wn, epilogue.gated)
     with torch.cuda.device(device):
-        return Kernel(compile_kernel(kernel_source(epilogue, wn, transposed), "sm_90a"), "linear", _THREADS, memory)
+        return built(kernel_source(epilogue, wn, transposed), "sm_90a", _THREADS, memory)
 
 
 def kernel_source(epilogue: Epilogue, wn: int, transposed: bool) -> str:

@@ -156,7 +156,7 @@ def linear(
             b1 = tl.load(w1 + from_w, mask=in_n & in_k[:, None], other=0.0)
             sum1 = tl.dot(a, b1, sum1, input_precision=PRECISION)
         from_x += BK
-        from_w += BK * step_k
+        from_w += tl.cast(BK, tl.int64) * step_k
     if BIAS:
         sum0 += tl.load(bias0 + n, mask=n < N, other=0.0)[None, :].to(tl.float32)
     result = ACT(sum0, a0, a1)

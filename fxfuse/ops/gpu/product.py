@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from fxfuse import choose
+from fxfuse import choose, errors
 from fxfuse.ops.gpu import decode, hopper, portable, stream
 from fxfuse.ops.gpu.driver import CudaError
 from fxfuse.ops.gpu.source import DTYPES, Epilogue, Run, lies
@@ -19,17 +19,21 @@ None for eager."""
 
 
 class Product:
-    """act(linear(x, w0, bias0)), for gated ones times linear(x, w1, bias1): right for any tensors, quick for the last.
+    """act(linear(x, w0, bias0)), if gated times linear(x, w1, bias1): right for any tensors, quick for the last."""
 
-    A region asks for types and shapes of parameters at each call, and that their dtypes are alike. `run` counts on
-    that, and asks what else may differ. Whoever is no region asks `fits` first.
-    """
+    __slots__ = ("act", "act_args", "gated", "known", "only", "vouched")
 
-    __slots__ = ("act", "act_args", "gated", "known", "only")
-
-    def __init__(self, act: str, act_args: Sequence[float], *, gated: bool, only: str | None = None):
-        """``only``: the implementation to take, whatever was measured or is expected."""
+    def __init__(
+        self, act: str, act_args: Sequence[float], *, gated: bool, only: str | None = None, vouched: bool = False
+    ):
+        """
+        Args:
+            only: the implementation to take, whatever was measured or is expected.
+            vouched: weights and biases are parameters of a region, which asks at each call for their types and shapes,
+                and that their dtypes are alike.
+        """
         self.act, self.act_args, self.gated, self.only = act, tuple(map(float, act_args)), gated, only
+        self.vouched = vouched
         self.known: Known = (None, -1, False, (), 0, 1, {})
 
     def run(self, x: Tensor, w0: Tensor, w1: Tensor, bias0: Tensor | None, bias1: Tensor | None) -> Tensor | None:
@@ -47,6 +51,14 @@ class Product:
             and (bias0 is None or (bias0.is_contiguous() and bias0.get_device() == device))
             and (bias1 is None or (bias1.is_contiguous() and bias1.get_device() == device))
             and (dtype is not torch.float32 or portable.allows_tf32())
+            and (
+                self.vouched
+                or (
+                    w0.shape == w1.shape == (n, k)
+                    and w1.dtype is dtype
+                    and all(b is None or (b.dtype is dtype and b.shape == (n,)) for b in (bias0, bias1))
+                )
+            )
         ):
             return self._found_out(x, w0, w1, bias0, bias1)
         rows = x.numel() // k
@@ -139,7 +151,10 @@ class Product:
             if name in portable.TILES:
                 return portable.Launch(epilogue, name, weight_lies, n, k, f"cuda:{device}")
             return hopper.Launch(epilogue, int(name.removeprefix("hopper")), weight_lies, n, k, device)
-        except (CudaError, OSError):  # no compiler beside this torch
+        except (CudaError, OSError) as error:  # no compiler beside this torch, say
+            if self.only is not None:
+                raise
+            errors.warn_of_kernel(name, error)
             return None
 
 
@@ -222,7 +237,7 @@ def expected(names: Sequence[str], rows: int, n: int, k: int, epilogue: Epilogue
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     if "stream" in names and stream.gains(rows, n, epilogue=epilogue, processors=processors):
         return "stream"
-    if "decode" in names:
+    if "decode" in names and _serves(stream.serves, device):  # measured on such a GPU
         return "decode"
     times = {
         name: hopper.microseconds(

@@ -71,6 +71,7 @@ def source(files: Sequence[str], epilogue: Epilogue, constants: Mapping[str, int
     name = _C_NAMES.get(epilogue.act, epilogue.act)
     defines = {
         **constants,
+        "TEN_BITS": int(epilogue.dtype is torch.float16),
         "GATED": int(epilogue.gated),
         "BIAS": int(epilogue.bias),
         "ACT(v)": f"{name}({arguments})",

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fxfuse.ops.gpu.driver import Kernel, Launcher, TensorMap, compile_kernel
+from fxfuse.ops.gpu.driver import Kernel, Launcher, TensorMap, built
 from fxfuse.ops.gpu.source import DTYPES, Epilogue, Lies, Run, source, wgmma
 
 _BK = 64
@@ -79,8 +79,7 @@ def gains(rows: int, n: int, *, epilogue: Epilogue, processors: int) -> bool:
 def kernel(epilogue: Epilogue, shape: Shape, transposed: bool, device: int) -> Kernel:
     """Compiled and loaded on ``device``, once a process. CudaError where that fails."""
     with torch.cuda.device(device):
-        code = compile_kernel(kernel_source(epilogue, shape, transposed), "sm_90a")
-        return Kernel(code, "linear", 128 * shape.groups + 32, shape.memory)
+        return built(kernel_source(epilogue, shape, transposed), "sm_90a", 128 * shape.groups + 32, shape.memory)
 
 
 def kernel_source(epilogue: Epilogue, shape: Shape, transposed: bool) -> str:

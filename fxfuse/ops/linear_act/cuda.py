@@ -17,17 +17,19 @@ class Site:
 
     __slots__ = ("function", "product", "relu")
 
-    def __init__(self, act: str = "", act_args: Sequence[float] = (), *, only: str | None = None):
-        """``act``: "" for the linear alone; ValueError for an unknown one. ``only``: the implementation to take."""
+    def __init__(
+        self, act: str = "", act_args: Sequence[float] = (), *, only: str | None = None, vouched: bool = False
+    ):
+        """``act``: "" for the linear alone; ValueError for an unknown one. ``only``, ``vouched``: see ``Product``."""
         self.function = activation(act).of(act_args) if act else None
-        self.product = Product(act, act_args, gated=False, only=only)
+        self.product = Product(act, act_args, gated=False, only=only, vouched=vouched)
         self.relu = act == "relu"
 
     def run(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         y = self.product.run(x, weight, weight, bias, None)
         if y is not None:
             return y
-        if self.relu and bias is not None and bias.dim() == 1 and x.numel():
+        if self.relu and self.product.vouched and bias is not None and bias.dim() == 1 and x.numel():
             return relu_of_linear(x, weight, bias)
         return self.plain(x, weight, bias)
 
