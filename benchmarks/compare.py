@@ -38,6 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if not options.base and len(options.arguments) != 2:
         parser.error("two files are compared, or one revision with --base")
+    if options.runs < 1:
+        parser.error(f"--runs {options.runs}: there is nothing to compare without a run of each")
     try:
         if options.base:
             with Progress("compare") as progress:

@@ -38,7 +38,8 @@ def sentences(count: int) -> list[str]:
 def _documented(module: Any) -> Iterator[str]:
     for _, value in sorted(vars(module).items()):
         if inspect.isroutine(value) or inspect.isclass(value):
-            for member in (value, *(v for _, v in sorted(getattr(value, "__dict__", {}).items()) if inspect.isfunction(v))):
+            own = sorted(getattr(value, "__dict__", {}).items())
+            for member in (value, *(v for _, v in own if inspect.isfunction(v))):
                 text = " ".join((inspect.getdoc(member) or "").split())
                 first = re.split(r"(?<=[.!?]) ", text)[0]
                 if first.count(" ") > 3:

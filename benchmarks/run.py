@@ -76,6 +76,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, metavar="N", help="rounds")
     parser.add_argument("--json", type=Path, metavar="FILE", help="default: benchmarks/results/SUITE.json")
     options = parser.parse_args(argv)
+    if options.repeats is not None and options.repeats < 1:
+        parser.error(f"--repeats {options.repeats}: a time takes a round at least")
     file = options.json or RESULTS / f"{options.suite}.json"
     file.parent.mkdir(exist_ok=True)
     if options.suite == "seed":

@@ -7,12 +7,12 @@ model raised, with one line on stderr; 130 after ^C, with what was finished.
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 import traceback
-import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -26,9 +26,9 @@ from fxfuse.bench import machine_rates, peers, profile_render, render, targets
 from fxfuse.bench.libraries import HF
 from fxfuse.bench.measure import Result, measure, measure_shapes
 from fxfuse.bench.models import BUILT_IN
-from fxfuse.bench.profile import profile
+from fxfuse.bench.profile import fallen_back, profile
 from fxfuse.bench.progress import Progress
-from fxfuse.bench.publish import Outputs
+from fxfuse.bench.publish import Outputs, check_place
 from fxfuse.bench.timer import QUICK, Effort
 from fxfuse.errors import FxfuseError
 from fxfuse.ops.gpu import driver
@@ -44,10 +44,14 @@ _TARGET = (
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     options = _parser().parse_args(argv)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # what was measured is worth more than its µ
+    options.stdout = sys.stdout
+    # What a target prints must not stand before a document that is to stand alone.
+    alone = getattr(options, "json", None) in ("-", True)
     try:
-        with warnings.catch_warnings():
-            # torch warns where numpy is not installed, and nothing here needs it
-            warnings.filterwarnings("ignore", "Failed to initialize NumPy")
+        with redirect_stdout(sys.stderr) if alone else nullcontext():
             return options.command(options)
     except BrokenPipeError:
         # Whoever read our output has seen enough; nothing may be written there when the interpreter goes down.
@@ -173,7 +177,7 @@ def _columns(text: str) -> tuple[str, ...]:
 
 
 def _row_counts(text: str) -> tuple[int, ...]:
-    return tuple(_positive(count.strip()) for count in text.split(","))
+    return tuple(dict.fromkeys(_positive(count.strip()) for count in text.split(",")))
 
 
 def _positive(text: str) -> int:
@@ -194,7 +198,7 @@ def _list(_options: argparse.Namespace) -> int:
 def _explain(options: argparse.Namespace) -> int:
     target, optimized = _optimized(options)
     report = fxfuse.report(optimized)
-    print(report.to_json() if options.json else report)
+    print(report.to_json() if options.json else report, file=options.stdout)
     if options.verbose and not options.json:
         for path, graph_module in fxfuse.graphs(optimized).items():
             print(f"\n{path or target.name}, rewritten:\n{graph_module.code.strip()}")
@@ -211,6 +215,7 @@ def _optimized(options: argparse.Namespace) -> tuple[targets.Target, Any]:
 
 def _graph(options: argparse.Namespace) -> int:
     drawing.renderer(options.out)
+    check_place("--out", options.out)
     print(fxfuse.draw(_optimized(options)[1], options.out))
     return 0
 
@@ -223,7 +228,8 @@ def _tune(options: argparse.Namespace) -> int:
     measured = api.tune_calls(model, [size.example() for size in sizes])
     if measured:
         print(tabulate([m.row() for m in measured], headers=MEASURED_HEAD, disable_numparse=True))
-    for line in fxfuse.report(model).notes or ([] if measured else ["no fused operator was called"]):
+    report = fxfuse.report(model)
+    for line in report.notes or ([] if measured else ["no fused operator was called", *fallen_back(report)]):
         print(line)
     return 0
 
@@ -288,23 +294,23 @@ def _print(results: Sequence[Result], options: argparse.Namespace, settings: dic
     if not results:
         return
     if options.json == "-":
-        print(render.as_json(results, settings, unfinished=options.targets[len(results) :]))
+        print(render.as_json(results, settings, unfinished=options.targets[len(results) :]), file=options.stdout)
     else:
         print(render.summary(results), render.LEGEND, sep="\n\n")
 
 
 def _profile(options: argparse.Namespace) -> int:
     for option, file in (("--json", options.json), ("--trace", options.trace)):
-        if file not in (None, "-") and not Path(file).resolve().parent.is_dir():
-            raise FileNotFoundError(f"{option} {file}: there is no such folder")
+        if file is not None:
+            check_place(option, file)
     with Progress(options.target) as progress:
         target = targets.load(options.target, device=options.device, dtype=options.dtype, rows=options.rows)
         traces = None if options.trace is None else Path(options.trace)
         found = profile(target, options.vs, traces=traces, progress=progress)
     document = profile_render.as_json(found)
-    print(document if options.json == "-" else profile_render.table(found, nodes=options.verbose))
     if options.json not in (None, "-"):
         Path(options.json).write_text(document + "\n", encoding="utf-8")
+    print(document if options.json == "-" else profile_render.table(found, nodes=options.verbose), file=options.stdout)
     return 0 if any(set_up.name == "fxfuse" for set_up in found.set_ups) else 1
 
 

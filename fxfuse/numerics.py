@@ -39,8 +39,8 @@ class Verdict:
         return not self.reason
 
 
-def excess(y: Tensor, e: Tensor, r: Tensor, magnitude: Tensor) -> Verdict:
-    """Judge y against eager's e, by the rule at the top of this module.
+def excess(y: Tensor, e: Tensor, r: Tensor, magnitude: Tensor, *, elements: bool = True) -> Verdict:
+    """Judge y against eager's e, by the rule at the top of this module; without ``elements``, by the norm alone.
 
     y and e have one shape, dtype and device; r and magnitude that shape, in float64 (complex128 for complex r).
     Integers and booleans must be equal. Elements where e is finite but r or magnitude is not are left out of the norm.
@@ -65,7 +65,7 @@ def excess(y: Tensor, e: Tensor, r: Tensor, magnitude: Tensor) -> Verdict:
     shares = _share(error, element_allowed)
     element_used = shares.max().item() if shares.numel() else 0.0
     reason = ""
-    if element_used > 1:
+    if elements and element_used > 1:
         at = tuple(int(i) for i in torch.unravel_index(shares.argmax(), shares.shape))
         reason = (
             f"element {list(at)} is {y[at].item():.9g}, float64 has {r[at].item():.9g} and eager {e[at].item():.9g}: "
@@ -84,7 +84,7 @@ def _epsilon(y: Tensor) -> float:
     return torch.finfo(y.dtype).eps
 
 
-def judge(y: Any, e: Any, r: Any, magnitude: Any) -> Verdict:
+def judge(y: Any, e: Any, r: Any, magnitude: Any, *, elements: bool = True) -> Verdict:
     """`excess` over equal structures (tuples, dicts, dataclasses) of tensors: the first wrong, or the closest call.
 
     What is no tensor must be equal.
@@ -95,7 +95,7 @@ def judge(y: Any, e: Any, r: Any, magnitude: Any) -> Verdict:
     verdict = Verdict()
     for index, (got, expected, exact, scale) in enumerate(zip(*(leaves for leaves, _ in flats), strict=True)):
         if isinstance(expected, Tensor) and isinstance(got, Tensor):
-            one = excess(got, expected, exact, scale)
+            one = excess(got, expected, exact, scale, elements=elements)
         else:
             one = Verdict("" if got == expected else f"is {got!r}, eager's is {expected!r}")
         if not one:
@@ -211,6 +211,8 @@ class _Reference(fx.Interpreter):
         self.magnitudes[n] = magnitude
         if n.op in ("call_function", "call_method") and n.args and isinstance(n.args[0], fx.Node) and self._writes(n):
             self.magnitudes[n.args[0]] = magnitude
+        for done in self.user_to_last_uses.get(n, ()) if n.op != "output" else ():
+            self.magnitudes.pop(done, None)  # a whole model's would take its activations' memory many times over
         return value
 
     def placeholder(self, target: Any, args: Any, kwargs: Any) -> Any:

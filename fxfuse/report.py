@@ -197,7 +197,8 @@ class Report:
         return f"<fxfuse report of {self.model}: {len(self.fused)} fused, {len(self.kept)} kept>"
 
     def _render(self, style: str, mark: str) -> str:
-        saved = f", {self.kernels_saved} kernel launches saved per call" if self.kernels_saved else ""
+        launches = "1 kernel launch" if self.kernels_saved == 1 else f"{self.kernels_saved} kernel launches"
+        saved = f", {launches} saved per call" if self.kernels_saved else ""
         traffic = f", {_size(self.bytes_saved)} less memory traffic" if self.bytes_saved else ""
         parts = [
             f"{mark}{self.model}: {len(self.fused)} fused, {len(self.kept)} kept{saved}{traffic} (predicted); "

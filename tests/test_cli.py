@@ -1,4 +1,5 @@
 import json
+import os
 import subprocess
 import sys
 
@@ -29,6 +30,10 @@ def misfit():
 
 def raises():
     raise RuntimeError("no weights here\\nand a long story")
+
+def talks():
+    print("here I am")
+    return mlp()
 """
 
 
@@ -163,6 +168,22 @@ def test_json_on_stdout_is_alone(file, capsys):
     assert [result["target"] for result in document["results"]] == [f"{file}:mlp"]
 
 
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["explain", "--json"],
+        ["bench", "--vs", "eager", "--repeats", "2", "--quick", "--json", "-"],
+        ["profile", "--json", "-"],
+    ],
+    ids=lambda argv: argv[0],
+)
+def test_json_on_stdout_is_alone_whatever_the_target_prints(argv, file, capsys):
+    assert cli.main([argv[0], f"{file}:talks", *argv[1:]]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)
+    assert err.count("here I am") == 1
+
+
 def test_json_in_a_file(file, tmp_path, capsys):
     out = tmp_path / "out.json"
     assert cli.main(["bench", f"{file}:mlp", "--vs", "eager", "--quick", "--json", str(out)]) == 0
@@ -217,6 +238,18 @@ def test_a_reader_that_has_seen_enough():
     assert done.stderr == ""
 
 
+@pytest.mark.parametrize(
+    "argv", [["bench", "--vs", "eager", "--repeats", "2", "--quick"], ["profile"]], ids=lambda a: a[0]
+)
+def test_a_terminal_without_the_signs_of_our_tables(argv, file, tmp_path):
+    command = [sys.executable, "-m", "fxfuse", argv[0], f"{file}:mlp", *argv[1:], "--json", str(tmp_path / "out.json")]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "\\xb5" in done.stdout
+    assert json.loads((tmp_path / "out.json").read_text())
+
+
 # tune and cache
 
 
@@ -257,6 +290,19 @@ def test_tune_with_nothing_to_measure(quiet, tmp_path, capsys):
     path.write_text("import torch\ndef build():\n    return torch.nn.ReLU(), torch.randn(2, 2)\n")
     assert cli.main(["tune", f"{path}:build"]) == 0
     assert capsys.readouterr().out == "no fused operator was called\n"
+
+
+def test_tune_says_why_nothing_was_called(quiet, tmp_path, capsys):
+    path = tmp_path / "wide.py"
+    path.write_text(
+        "import torch\nclass Marked(torch.Tensor): ...\ndef build():\n"
+        "    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU())\n"
+        "    return model, torch.randn(2, 8).as_subclass(Marked)\n"
+    )
+    assert cli.main(["tune", f"{path}:build"]) == 0
+    first, why = capsys.readouterr().out.splitlines()
+    assert first == "no fused operator was called"
+    assert why == "1 call of the model did not run fused: argument input: expected a plain tensor, found a Marked"
 
 
 @pytest.mark.parametrize("target", ["gpt2-like", "{file}:keywords"])

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from fxfuse import cli
 from fxfuse.bench.models import BUILT_IN
 from fxfuse.ops import onednn
 
@@ -46,6 +47,29 @@ def test_the_report_shown_is_the_programs_output(tmp_path):
     (tmp_path / "model.py").write_text(program)
     run = subprocess.run([sys.executable, "model.py"], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert _comparable(run.stdout) == _comparable(shown)
+
+
+def test_the_table_of_options_is_the_parsers():
+    (commands,) = [action.choices for action in cli._parser()._actions if isinstance(action.choices, dict)]
+    taken = [
+        (option.option_strings[0], name)
+        for name, parser in commands.items()
+        for option in parser._actions
+        if option.option_strings and option.dest != "help"
+    ]
+    rows = re.findall(r"^\| (`-.*?`) \| (\S.*?) \| ", (ROOT / "README.md").read_text(), re.MULTILINE)
+    shown = [
+        (option, command)
+        for options, of in rows
+        for option in re.findall(r"`(--?[a-z]+)", options)
+        for command in (commands if of == "all" else of.split(", "))
+    ]
+    assert sorted(shown) == sorted(taken)
+
+
+def test_every_command_is_shown():
+    (commands,) = [action.choices for action in cli._parser()._actions if isinstance(action.choices, dict)]
+    assert set(re.findall(r"^fxfuse (\w+) ", (ROOT / "README.md").read_text(), re.MULTILINE)) == set(commands)
 
 
 def _comparable(report):

@@ -37,6 +37,12 @@ def test_events_as_data(report):
         assert re.fullmatch(re.escape(__file__) + r":\d+: \S.*", event.source), event
 
 
+def test_one_launch_is_one():
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU()).eval()
+    text = str(fxfuse.report(fxfuse.optimize(model, randn(2, 4), tune="off")))
+    assert "0 kept, 1 kernel launch saved per call" in text
+
+
 def test_lowered_events():
     report = fxfuse.report(fxfuse.optimize(Written(lambda x, down: down(x) * 2, down=nn.Linear(128, 128))))
     assert [(e.kind, e.rule, e.nodes, e.reason) for e in report.events] == [

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import io
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,7 +45,7 @@ class Gate:
             self._reference, self._magnitude = numerics.reference(graph_module, args, kwargs)
         except Exception as error:
             # Without a graph of the whole, the scale of single elements' errors is not known.
-            self.weaker = one_line(error)
+            self.weaker = f"there is no graph of the whole: {one_line(error)}"
             self._reference = _opened(_in_float64(target))
             self._magnitude = tree_map_only(Tensor, torch.abs, self._reference)
 
@@ -157,10 +158,11 @@ def _tensors(value: Any, seen: set[int]) -> Iterator[Tensor]:
 
 @contextmanager
 def _export_is_silent() -> Iterator[None]:
-    """torch.export logs the whole graph of a model that it cannot trace; the exception says enough."""
+    """torch.export logs and prints the whole graph of a model that it cannot trace; the exception says enough."""
     before = logging.root.manager.disable
     logging.disable(max(before, logging.ERROR))
     try:
-        yield
+        with redirect_stderr(io.StringIO()):
+            yield
     finally:
         logging.disable(before)

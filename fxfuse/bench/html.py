@@ -46,7 +46,7 @@ def report(results: Sequence[Result], unfinished: Sequence[str] = (), profile: M
             facts=render.facts(),
             targets=[_target(result) for result in results],
             unfinished=unfinished,
-            profile=profile and _profile(profile),
+            profile=profile and _profile(profile, [result.label for result in results]),
             legend=render.LEGEND,
         )
     )
@@ -90,12 +90,16 @@ def headline(result: Result) -> str:
 _NO_RIVALS = {"eager", "fxfuse", *FLOORS}
 
 
-def _profile(document: Mapping[str, Any]) -> dict[str, Any]:
+def _profile(document: Mapping[str, Any], labels: Sequence[str]) -> dict[str, Any]:
     setups = document["setups"]
     drawings = {"timeline": charts.timeline(setups), "roofline": roofline(setups, document.get("rates"))}
     lines = [{"setup": setup["name"], **line} for setup in setups for line in setup["lines"]]
+    target = document.get("target", "")
     return {
-        "target": document.get("target", ""),
+        "target": target,
+        "on": ", ".join(filter(None, (document.get("device"), document.get("dtype")))),
+        # A result at one of several sizes has the size after its name.
+        "of_another": not any(label == target or label.startswith(f"{target} ") for label in labels),
         **{name: "" if drawing is None else as_html(drawing) for name, drawing in drawings.items()},
         "ran": [(setup["name"], one) for setup in setups for one in charts.ran(setup)],
         "lines": [["" if line.get(key) is None else str(line[key]) for key in LINE] for line in lines],

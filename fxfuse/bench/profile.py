@@ -134,7 +134,7 @@ def profile(
     for set_up in set_ups:
         set_up.costs = [_cost(set_up, region, done, rates) for region, done in set_up.works.items()]
     if regions:
-        notes += _fallen_back(fxfuse.report(built["fxfuse"].run))
+        notes += fallen_back(fxfuse.report(built["fxfuse"].run))
     dtype = str(target.dtype).removeprefix("torch.")
     return Profile(target.name, device.type, dtype, rates, set_ups, admitted.left_out, notes)
 
@@ -151,11 +151,11 @@ def _parts(target: Target, optimized: Callable[..., object] | None) -> tuple[lis
     return parts(target.model, optimized, *target.example()), notes
 
 
-def _fallen_back(report: Report) -> Iterator[str]:
+def fallen_back(report: Report) -> Iterator[str]:
     """Calls that did not run as the region was rewritten, and as it is predicted."""
     for path, calls in report.calls.items():
         for reason, count in calls.reasons.items():
-            yield f"{count} calls of {path or 'the model'} did not run fused: {reason}"
+            yield f"{count} call{'s' * (count != 1)} of {path or 'the model'} did not run fused: {reason}"
 
 
 def _traced(name: str, variant: Variant, target: Target, regions: list[Part], traces: Path | None) -> SetUp:

@@ -11,6 +11,25 @@ from typing import Any
 from fxfuse.bench import html, render, schema
 from fxfuse.bench.measure import Result
 from fxfuse.choose import write_whole
+from fxfuse.errors import FxfuseError
+
+
+class BadOutput(FxfuseError, ValueError):
+    """A file that was asked for could not be written in the end."""
+
+
+def check_place(option: str, file: str) -> None:
+    """Raise BadOutput, which names the command line's ``option``, where ``file`` cannot be written; ``-`` can."""
+    place = Path(file)
+    folder = place.resolve().parent
+    if file == "-":
+        return
+    if not folder.is_dir():
+        raise BadOutput(f"{option} {file}: there is no such folder")
+    if place.is_dir():
+        raise BadOutput(f"{option} {file}: this is a folder, and no file")
+    if not os.access(place if place.exists() and not place.is_file() else folder, os.W_OK):
+        raise BadOutput(f"{option} {file}: there is no right to write there")
 
 
 @dataclass(frozen=True)
@@ -25,11 +44,18 @@ class Outputs:
 
     def check(self) -> None:
         """Raise before anything is measured where a file could not be written or made in the end."""
-        for option in ("json", "markdown", "html"):
-            file = getattr(self, option)
-            if file not in (None, "-") and not Path(file).resolve().parent.is_dir():
-                raise FileNotFoundError(f"--{option} {file}: there is no such folder")
+        files = {option: getattr(self, option) for option in ("json", "markdown", "html")}
+        named: dict[Path, str] = {}
+        for option, file in files.items():
+            if file is None:
+                continue
+            check_place(f"--{option}", file)
+            first = named.setdefault(Path(file).resolve(), option)
+            if first != option and (Path(file).is_file() or not Path(file).exists()):
+                raise BadOutput(f"--{first} and --{option} name one file: {file}")
         if self.profile is not None:
+            if self.html is None:
+                raise BadOutput("--profile is for the HTML report: --html FILE says where that goes")
             schema.read(self.profile, schema.PROFILE)
         if self.html is not None:
             html.environment()

@@ -121,11 +121,16 @@ def as_markdown(results: Sequence[Result], unfinished: Sequence[str] = ()) -> st
     for result in results:
         parts += [f"## {_title(result)}", _variants(result, "github"), "\n".join(f"- {r}" for r in remarks(result))]
         for title, rows in done(result.report) if result.report else ():
-            cells = [(times, what, outcome, where and f"`{where}`") for times, what, outcome, where in rows]
+            cells = [(times, what, outcome, _code(where)) for times, what, outcome, where in rows]
             escaped = [[text.replace("|", "\\|") for text in row] for row in cells]
             columns = ["", "what", "outcome", "where"]
             parts.append(f"**{title}**\n\n" + tabulate(escaped, columns, tablefmt="github", disable_numparse=True))
     return "\n\n".join([*parts, "## How to read this", LEGEND]) + "\n"
+
+
+def _code(text: str) -> str:
+    """In Markdown a backtick ends code that one backtick began, but not what two began."""
+    return f"`` {text} ``" if "`" in text else text and f"`{text}`"
 
 
 def facts() -> list[str]:

@@ -6,6 +6,7 @@ A built-in name, ``hf:NAME`` or ``timm:NAME`` (``fxfuse.bench.libraries``), ``pa
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import operator
@@ -23,6 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from fxfuse import tuning
 from fxfuse.bench import libraries
 from fxfuse.bench.models import BUILT_IN
+from fxfuse.capture.tree import ROOT
 from fxfuse.errors import FxfuseError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -76,7 +78,8 @@ class Target:
 
     @property
     def dtype(self) -> torch.dtype:
-        return next((t.dtype for t in self.tensors if t.is_floating_point()), torch.get_default_dtype())
+        found = (t.dtype for t in self.tensors if t.is_floating_point() or t.is_complex())
+        return next(found, torch.get_default_dtype())
 
 
 def load(spec: str, *, device: str | None = None, dtype: str | None = None, rows: int = 512) -> Target:
@@ -171,6 +174,9 @@ def _unpacked(spec: str, built: object) -> Target:
             else type(built).__name__
         )
         raise BadTarget(f"{spec}() returned {got}; it returns an nn.Module, (model, args) or (model, args, kwargs)")
+    by = "fxfuse.optimize" if ROOT in vars(model) else "torch.compile" if hasattr(model, "_orig_mod") else ""
+    if by:
+        raise BadTarget(f"{spec}() returned what {by} made of a model, and eager would be no eager; return the model")
     args = rest[0] if rest else None
     kwargs = rest[1] if len(rest) == 2 else {}
     if isinstance(args, Tensor):
@@ -189,8 +195,10 @@ def _moved(target: Target, device: str | None, dtype: torch.dtype | None) -> Tar
         return t.to(device=device, dtype=dtype if t.is_floating_point() else None)
 
     try:
-        model = target.model.to(device=device, dtype=dtype).eval()
+        model = target.model.to(device=device, dtype=dtype)
     except Exception as error:
         raise BadTarget(f"moving {target.name} to {device}, {dtype} raised {type(error).__name__}: {error}") from error
+    with contextlib.suppress(NotImplementedError):  # the graph of an exported program has its mode written into it
+        model.eval()
     args, kwargs = tree_map_only(Tensor, move, (target.args, target.kwargs))
     return Target(target.name, model, args, kwargs)

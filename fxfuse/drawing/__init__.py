@@ -35,7 +35,7 @@ def renderer(file: str | Path) -> Callable[[View], str]:
     from fxfuse.drawing.formats import FORMATS
 
     path = Path(file)
-    known = FORMATS.get(path.suffix.removeprefix("."))
+    known = FORMATS.get(path.suffix.removeprefix(".").lower())
     if known is None:
         raise unknown_format(path.name, list(FORMATS))
     return known

@@ -143,6 +143,14 @@ def test_files_that_cannot_be_compared(tmp_path, capsys):
         assert capsys.readouterr().err.startswith("compare: ")
 
 
+@pytest.mark.parametrize("runs", ["0", "-1"])
+def test_no_runs_are_refused(runs, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        command.main(["--base", "HEAD", f"--runs={runs}", "--", "ffn"])
+    assert exit_.value.code == 2
+    assert f"--runs {runs}: there is nothing to compare" in capsys.readouterr().err
+
+
 BENCH_OF_A_REVISION = """
 import json, os, pathlib, sys
 from fxfuse import passes

@@ -195,6 +195,13 @@ def test_a_roofline_without_figures_is_none():
     assert len([e for e in roofline(PROFILE["setups"]).iter("path") if e.get("class") == "roof"]) == 0
 
 
+@pytest.mark.parametrize(("suffix", "another"), [("", False), (" M=16", False), ("-2", True)])
+def test_a_profile_of_another_target_is_said(suffix, another, result):
+    of = type(result)(**{**vars(result), "label": f"{PROFILE['target']}{suffix}"})
+    text = Page(report.report([of], profile=PROFILE)).text
+    assert ("a profile of a target that has no times on this page" in text) == another
+
+
 def test_the_profile_is_shown(result):
     page = Page(report.report([result], profile=PROFILE))
     assert "1 confirmed, 1 broken." in page.text

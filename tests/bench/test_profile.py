@@ -276,6 +276,7 @@ def test_the_command(capsys, tmp_path):
         (["nothing"], "'nothing' is neither a built-in target"),
         (["ffn", "--json", "{tmp}/absent/p.json"], "there is no such folder"),
         (["ffn", "--trace", "{tmp}/absent/t.json"], "there is no such folder"),
+        (["ffn", "--json", "{tmp}"], "this is a folder, and no file"),
     ],
 )
 def test_one_clear_line(argv, says, capsys, tmp_path):

@@ -163,6 +163,29 @@ def test_folders_are_looked_for_before_measuring(kind, file, tmp_path, capsys, m
     assert f"--{kind} {tmp_path / 'absent' / 'out'}: there is no such folder" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--json={out}"], "--json {out}: this is a folder, and no file"),
+        (["--html="], "--html : this is a folder, and no file"),
+        (["--markdown={out}/a", "--html={out}/../out/a"], "--markdown and --html name one file: {out}/../out/a"),
+        (["--profile={out}/a"], "--profile is for the HTML report: --html FILE says where that goes"),
+    ],
+)
+def test_outputs_that_cannot_be_are_refused_before_measuring(options, says, file, out, capsys, monkeypatch):
+    monkeypatch.setattr(cli, "measure", lambda *_args, **_kwargs: pytest.fail("measured"))
+    assert cli.main(["bench", f"{file}:mlp", *(option.format(out=out) for option in options)]) == 2
+    assert capsys.readouterr().err == f"fxfuse: {says.format(out=out)}\n"
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may write anywhere")
+def test_a_folder_that_may_not_be_written_to_is_refused_before_measuring(file, out, capsys, monkeypatch):
+    monkeypatch.setattr(cli, "measure", lambda *_args, **_kwargs: pytest.fail("measured"))
+    out.chmod(0o500)
+    assert cli.main(["bench", f"{file}:mlp", f"--json={out / 'a'}"]) == 2
+    assert "there is no right to write there" in capsys.readouterr().err
+
+
 def test_html_without_jinja2_is_refused_before_measuring(file, out, capsys, monkeypatch):
     monkeypatch.setattr(cli, "measure", lambda *_args, **_kwargs: pytest.fail("measured"))
     monkeypatch.setitem(sys.modules, "jinja2", None)
@@ -191,6 +214,12 @@ def test_graph_looks_at_the_ending_first(file, out, capsys, monkeypatch):
     monkeypatch.setattr(fxfuse, "optimize", lambda *_args, **_kwargs: pytest.fail("optimized"))
     assert cli.main(["graph", f"{file}:mlp", "-o", str(out / "a.png")]) == 2
     assert "none of .svg, .dot, .json, .html" in capsys.readouterr().err
+
+
+def test_graph_looks_at_the_folder_first(file, out, capsys, monkeypatch):
+    monkeypatch.setattr(fxfuse, "optimize", lambda *_args, **_kwargs: pytest.fail("optimized"))
+    assert cli.main(["graph", f"{file}:mlp", "-o", str(out / "absent" / "a.svg")]) == 2
+    assert "there is no such folder" in capsys.readouterr().err
 
 
 def test_jinja2_is_asked_for_only_where_it_is_needed():

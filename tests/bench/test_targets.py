@@ -12,6 +12,7 @@ FILE = """
 import torch
 from torch import nn
 
+import fxfuse
 from neighbour import WIDTH
 
 linear = nn.Linear(WIDTH, WIDTH)
@@ -46,6 +47,16 @@ def too_many():
 def keywords_second():
     return nn.Linear(WIDTH, WIDTH), {"input": torch.randn(2, WIDTH)}
 
+def exported():
+    model, args = with_tensor()[0], (torch.randn(2, WIDTH),)
+    return torch.export.export(model.eval(), args).module(), args
+
+def compiled():
+    return torch.compile(nn.Linear(WIDTH, WIDTH)), (torch.randn(2, WIDTH),)
+
+def optimized():
+    return fxfuse.optimize(nn.Linear(WIDTH, WIDTH).eval()), (torch.randn(2, WIDTH),)
+
 def raises():
     raise RuntimeError("no weights here")
 """
@@ -67,6 +78,16 @@ def test_what_a_callable_may_return(file, name):
     args, kwargs = target.example()
     assert isinstance(target.model(*args, **kwargs), torch.Tensor)
     assert not target.model.training
+
+
+def test_an_exported_program_stays_in_the_mode_that_it_was_exported_in(file):
+    target = targets.load(f"{file}:exported")
+    assert target.model(*target.args).shape == (2, 4)
+
+
+def test_the_dtype_of_complex_numbers():
+    model = nn.ParameterList([nn.Parameter(torch.zeros(2, dtype=torch.complex64))])
+    assert targets.Target("complex", model, (), {}).dtype is torch.complex64
 
 
 def test_module_and_attribute(file, monkeypatch):
@@ -97,6 +118,8 @@ def test_a_model_alone_has_no_example(file):
         ("{file}:raises", r"raises\(\) raised RuntimeError: no weights here"),
         ("{file}:no_model", r"no_model\(\) returned int; it returns an nn.Module"),
         ("{file}:too_many", r"returned \(Linear, tuple, dict, int\); it returns an nn.Module"),
+        ("{file}:compiled", r"compiled\(\) returned what torch.compile made of a model, and eager would be no eager"),
+        ("{file}:optimized", r"optimized\(\) returned what fxfuse.optimize made of a model"),
         ("{file}:keywords_second", "returned args of type dict; args is a tuple, and keywords come third"),
     ],
 )

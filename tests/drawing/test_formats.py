@@ -214,6 +214,10 @@ def test_a_function_and_a_graph_module(tmp_path):
     assert view(module).parts[0].paths == ("",)
 
 
+def test_an_ending_in_capitals(models, tmp_path):
+    ElementTree.parse(fxfuse.draw(models["kept"], tmp_path / "A.SVG"))
+
+
 def test_another_ending_and_another_model_are_refused(models, tmp_path):
     with pytest.raises(UnknownFormat, match=r"a\.png: the ending .* none of \.svg, \.dot, \.json, \.html"):
         fxfuse.draw(models["kept"], tmp_path / "a.png")

@@ -471,3 +471,13 @@ def test_values_of_every_kind(example):
     for act in ACTIVATIONS.values():
         model = Written(lambda x, w, act: act(x @ w), w=torch.eye(6), act=act)
         assert_fuses("linear_act", model, [x], new=["linear_act"], example=example)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64])
+def test_what_has_no_kernel_on_any_device_stays(dtype):
+    model = nn.Sequential(nn.Linear(8, 8), nn.Sigmoid()).to(dtype).eval()
+    (kept,) = fxfuse.report(fxfuse.optimize(model)).kept
+    assert kept.reason in (
+        f"there are no kernels for {str(dtype).removeprefix('torch.')}",
+        "weight is complex64, not floating point",
+    )

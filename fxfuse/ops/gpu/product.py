@@ -188,6 +188,8 @@ def unserved(dtype: torch.dtype, device: torch.device, *, relu_and_bias: bool = 
 
     ``relu_and_bias``: these follow the product, and nothing else: cuBLASLt has that epilogue.
     """
+    if dtype in (torch.float64, torch.complex64, torch.complex128):
+        return f"there are no kernels for {str(dtype).removeprefix('torch.')}"
     if device.type in ("cpu", "meta"):
         return ""
     if device.type != "cuda" or torch.version.hip is not None:
