@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from tabulate import tabulate
 from torch import nn
 
@@ -29,6 +30,7 @@ TARGETS: dict[str, Callable[[], models.Example]] = {
     "matmul-add, 1 row": lambda: models.BUILT_IN["matmul-add"].build(1),
     "gpt2-like": lambda: models.BUILT_IN["gpt2-like"].build(0),
     "llama-like": lambda: models.BUILT_IN["llama-like"].build(0),
+    "attention of width 32": lambda: (Attention().eval(), (torch.randn(1, 4, 32),), {}),
     "gpt2-like, 1 x 1 token": lambda: _one_token(models.GPT2Like),
     "llama-like, 1 x 1 token": lambda: _one_token(models.LlamaLike),
     "gpt2-like of width 32": lambda: _small(models.GPT2Like),
@@ -43,6 +45,22 @@ def _one_token(cls: type[nn.Module]) -> models.Example:
 def _small(cls: Any) -> models.Example:
     """So small that what the host does is nearly all of its time, as where a GPU computes."""
     return cls(vocab=64, dim=32, heads=2).eval(), (torch.randint(64, (1, 4)),), {}
+
+
+class Attention(nn.Module):
+    """Decides by sizes, as those of transformers do."""
+
+    def __init__(self, dim: int = 32, head: int = 8):
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(dim, dim) for _ in range(4))
+        self.head, self.mlp = head, models.FeedForward(dim, 2 * dim)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        shape = (*x.shape[:-1], -1, self.head)
+        q, k, v = (projection(x).view(shape).transpose(1, 2) for projection in (self.q, self.k, self.v))
+        is_causal = bool(q.shape[2] > 1 and q.shape[2] == k.shape[2])
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+        return self.mlp(self.o(y.transpose(1, 2).reshape(*x.shape[:-1], -1)))
 
 
 class Empty(nn.Module):

@@ -105,7 +105,7 @@ class Match:
         if isinstance(known, fx.Node) and not self.facts.checked:
             known = None
         if isinstance(known, fx.Node):
-            example = self.facts.examples.get(known.name)
+            example = self.facts.examples.get(str(known.target))
             known_rank = len(example.shape) if isinstance(example, Fact) else None
             if known_rank in (None, rank):
                 self.ranks[known] = rank

@@ -68,6 +68,12 @@ class Found(dict[Key, Places]):
         """What notes the calls of the region at ``path``."""
         return functools.partial(self._note, path)
 
+    def all_plain(self, path: str, *, pack: bool) -> bool:
+        """Whether eager was measured to be best at every operator that the region at ``path`` calls."""
+        here = [(key, places) for key, places in self.items() if path in places.regions]
+        choices = [(choose.CHOICES.get(key), places.implementations(pack)) for key, places in here]
+        return bool(here) and all(c is not None and c.among(names) == PLAIN for c, names in choices)
+
     def _note(self, path: str, target: Callable[..., Tensor], tensors: tuple[Any, ...], rest: tuple[Any, ...]) -> None:
         key = ops.key(target, tensors, rest)
         if key is None:

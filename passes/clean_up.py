@@ -129,7 +129,10 @@ class SameShape(Rule):
         return op.any_of("view", ("reshape",), x)
 
     def check(self, m):
-        m.expect(_is_shape_of(m.arg("view", "shape"), m.x), "another shape")
+        shape = m.arg("view", "shape")
+        m.expect(_is_shape_of(shape, m.x), "another shape")
+        if isinstance(shape, (list, tuple)):
+            m.require_rank("x", len(shape), "the view leaves out a dimension")
 
     def rewrite(self, m, graph):
         return m.x
@@ -191,6 +194,11 @@ def _copy(graph: fx.Graph, call: fx.Node, operand: fx.Node, other: fx.Node) -> f
 
 
 def _is_shape_of(shape: Any, x: Any) -> bool:
+    """Whether ``shape`` is spelled x.shape or x.size(), or as all the sizes of x one by one."""
+    if isinstance(shape, (list, tuple)):
+        calls = [spell(size) if isinstance(size, fx.Node) else None for size in shape]
+        dims = [c.args["dim"] for c in calls if c is not None and c.name == "size" and c.args["input"] is x]
+        return len(shape) > 0 and dims == [*range(len(shape) - 1), -1]
     if isinstance(shape, fx.Node):
         call = spell(shape)
         return (

@@ -467,3 +467,20 @@ def test_each_size_has_its_own_choice_of_copies(times, taken):
     assert fxfuse.report(model).packed.count == 0
     call(model)
     assert fxfuse.report(model).packed.count == 1
+
+
+@pytest.mark.parametrize("function", [False, True], ids=["module", "function"])
+@pytest.mark.parametrize("plain", [0.5, 2.0])
+def test_what_only_lowers_stays_where_eager_is_measured_to_be_as_fast(times, plain, function):
+    """It would cost its checks and bring nothing. What fuses stays installed: at other sizes it may win."""
+    times.of["plain"] = (plain,) * 5
+    weight, bias = randn(0, 1024, 1024), randn(1, 1024)
+    model = (lambda x: F.linear(x, weight, bias)) if function else nn.Linear(1024, 1024).eval()
+    report = fxfuse.report(fxfuse.optimize(model, randn(0, 4, 1024)))
+    (event,), (info,) = report.events, report.regions
+    if plain < 1:
+        assert (event.kind, event.reason) == ("kept", "measured: eager is as fast at the example's size")
+        assert (info.installed, info.note) == (False, event.reason)
+    else:
+        assert (event.kind, info.installed) == ("lowered", True)
+    assert fxfuse.report(fxfuse.optimize(ffn(), randn(0, 4, K))).regions[0].installed

@@ -50,7 +50,9 @@ class Recorded:
             # Nothing else is kept alive by it.
             if isinstance(value, torch.Tensor):
                 return Fact.of(value)
-            return value if _is_constant(value) else Handed(type(value))
+            if _is_constant(value):
+                return value
+            return tuple(map(note, value)) if type(value) is tuple else Handed(type(value))
 
         return Recorded(tuple(map(note, args)), {k: note(v) for k, v in kwargs.items()})
 
@@ -69,6 +71,8 @@ class Arguments:
     """Python expression -> the value that the trace took it to have."""
     counts: dict[str, int] = field(default_factory=dict)
     """Name of *args -> how many the trace took there to be."""
+    tuples: dict[str, int] = field(default_factory=dict)
+    """Python expression of an argument that is a tuple -> how many elements; each is an argument by itself."""
     keys: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """Name of **kwargs -> the keywords that the trace took there to be, in their order: a forward may go by it."""
     facts: dict[str, Fact] = field(default_factory=dict)
@@ -82,7 +86,12 @@ class Arguments:
     def call(self, placeholder: Callable[[str], Any]) -> tuple[tuple, dict[str, Any]]:
         """Arguments to trace the forward with."""
         made = {expression: placeholder(name) for name, expression in self.placeholders.items()}
-        value = lambda expression: made[expression] if expression in made else self.constants[expression]  # noqa: E731
+
+        def value(expression: str) -> Any:
+            if expression in self.tuples:
+                return tuple(value(f"{expression}[{i}]") for i in range(self.tuples[expression]))
+            return made[expression] if expression in made else self.constants[expression]
+
         args: list[Any] = []
         kwargs: dict[str, Any] = {}
         for name, parameter in self.signature.parameters.items():
@@ -149,6 +158,10 @@ def _decide(plan: Arguments, placeholder: str, expression: str, value: Any) -> N
     elif _is_constant(value):
         # A list of its own: the caller's may change.
         plan.constants[expression] = list(value) if isinstance(value, list) else value
+    elif type(value) is tuple:
+        plan.tuples[expression] = len(value)
+        for i, element in enumerate(value):
+            _decide(plan, f"{placeholder}_{i}", f"{expression}[{i}]", element)
     else:
         plan.handed[placeholder] = expression, value.kind if isinstance(value, Handed) else type(value)
 

@@ -12,6 +12,15 @@ ABSENT = type("Absent", (), {"__repr__": lambda self: "nothing"})()
 """What a forward found where it asked for an attribute that there was not."""
 
 
+@dataclass(frozen=True)
+class Decision:
+    """What a forward took a number to be that follows from sizes."""
+
+    value: Any
+    source: str
+    """``file:line: code`` of where the number comes from."""
+
+
 @dataclass
 class Assumed:
     """Collected while a forward is traced. Module paths are relative to the module that is traced."""
@@ -34,3 +43,9 @@ class Assumed:
     """See ``Dtypes.assumed``."""
     devices: dict[tuple[str, str], dict[str, bool]] = field(default_factory=dict)
     """See ``devices.Decisions``."""
+    ranks: dict[str, int] = field(default_factory=dict)
+    """Placeholder name -> the rank that the argument was taken to have."""
+    shapes: set[str] = field(default_factory=set)
+    """Targets of tensors of the model whose shape something was taken from."""
+    sizes: dict[str, Decision] = field(default_factory=dict)
+    """Text of a ``Term`` -> what it was taken to be."""

@@ -6,6 +6,7 @@ have a hundred. Where it is false, the same checks run one by one; the first tha
 
 from __future__ import annotations
 
+import os
 import types
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -17,8 +18,9 @@ from torch.nn.modules import module as nn_module
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
+from fxfuse.capture import terms
 from fxfuse.capture.arguments import Arguments
-from fxfuse.capture.assumed import ABSENT
+from fxfuse.capture.assumed import ABSENT, Decision
 from fxfuse.capture.names import Name
 from fxfuse.capture.tree import contents, intact, same
 
@@ -28,7 +30,7 @@ def only_default_device() -> bool:
     return all(isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack())
 
 
-SCOPE: dict[str, Any] = {
+SCOPE: dict[str, Any] = terms.SCOPE | {
     "fx_unserved": frozenset({torch.float64, torch.complex64, torch.complex128, torch.complex32}),
     "fx_Tensor": torch.Tensor,
     "fx_Parameter": nn.Parameter,
@@ -83,9 +85,16 @@ ENVIRONMENT = (
 
 
 def of_arguments(
-    arguments: Arguments, ranks: dict[str, int], shapes: dict[str, tuple[int, ...]], scope: dict[str, Any]
+    arguments: Arguments,
+    ranks: dict[str, int],
+    shapes: dict[str, tuple[int, ...]],
+    sized: set[str],
+    scope: dict[str, Any],
 ) -> list[Check]:
-    """Checks of the arguments; constants that they compare with are put into ``scope``."""
+    """Checks of the arguments; constants that they compare with are put into ``scope``.
+
+    ``sized``: placeholder names of those whose shape gets a name, for checks that follow.
+    """
     checks = []
     for name, count in arguments.counts.items():
         checks.append(
@@ -96,6 +105,9 @@ def of_arguments(
         scope[constant] = keys
         why = f"f'expected {{{constant}}} in **{name}, found {{tuple({name})}}'"
         checks.append(Check(f"tuple({name}) == {constant}", "fallback", why))
+    for expression, count in arguments.tuples.items():
+        why = f"f'argument {_quoted(expression)}: expected a tuple of {count}, found {{fx_describe({expression})}}'"
+        checks.append(Check(f"type({expression}) is tuple and len({expression}) == {count}", "fallback", why))
     for expression, value in arguments.constants.items():
         constant = f"fx_constant_{len(scope)}"
         scope[constant] = value
@@ -125,9 +137,10 @@ def of_arguments(
         )
     for name, rank in ranks.items():
         expression = arguments.free[name]
+        found = f"len({terms.SHAPE}{name} := {expression}.shape)" if name in sized else f"{expression}.ndim"
         checks.append(
             Check(
-                f"{expression}.ndim == {rank}",
+                f"{found} == {rank}",
                 "fallback",
                 f"f'argument {_quoted(expression)}: expected {rank} dimensions, found {{{expression}.ndim}}'",
             )
@@ -143,6 +156,23 @@ def of_arguments(
             )
         )
     return checks
+
+
+def of_size(text: str, decision: Decision, arguments: Arguments) -> Check:
+    """Check of a number that follows from the sizes of arguments, over the names that ``of_arguments`` gave these."""
+    path, _, line = decision.source.partition(": ")
+    found = "another" if terms.MAY_RAISE.search(text) else f"{{{text}}}"
+    why = f"{_quoted(terms.shown(text, arguments.free))}: expected {decision.value}, found {found}"
+    where = f" (by {_quoted(os.path.basename(path))}: {_quoted(line)})" if path else ""
+    holds = f"{text} is {decision.value}" if isinstance(decision.value, bool) else f"{text} == {decision.value!r}"
+    return Check(holds, "fallback", f"f'{why}' {where!r}")
+
+
+def of_shape(target: str, reach: str, shape: tuple[int, ...]) -> Check:
+    """Check of the shape of a tensor of the model that the graph does not read."""
+    found = f'getattr({reach}, "shape", None)'
+    why = f"'{_quoted(target)}: expected shape {shape}, found ' + str({found})"
+    return Check(f"{found} == {shape}", "fallback", why)
 
 
 def of_gradients(arguments: Arguments, owner: str | None) -> Check:

@@ -7,6 +7,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -62,7 +63,8 @@ def optimize_module(model: nn.Module, example: Example, options: Options) -> tup
     report.packed = _store(options)
     installed = Installed(report, [], options=options, recorded=recorded)
     for region in useful:
-        installed.add(region)
+        if not _left_to_eager(region.path, found, options, report):
+            installed.add(region)
     _count_linears(target, walk.traces, report)
     _list_quantised(target, useful, report)
     target.__dict__[ROOT] = installed
@@ -74,6 +76,20 @@ def _measure(found: tuning.Found, options: Options, report: Report) -> None:
     if found and options.tune == "example":
         with _timed(report, "tune"):
             tuning.measure(found, report, pack=bool(options.pack))
+
+
+def _left_to_eager(path: str, found: tuning.Found, options: Options, report: Report) -> bool:
+    """Whether a region is not worth its checks: no kernel fewer, and eager's measured to be best at the example."""
+    lowered = [e for e in report.events if e.region == path and e.kind == "lowered"]
+    others = [e for e in report.events if e.region == path and e.kind in ("fused", "tidied") and e.kernels_saved]
+    if not lowered or others or options.tune != "example" or not found.all_plain(path, pack=bool(options.pack)):
+        return False
+    reason = "measured: eager is as fast at the example's size"
+    report.events = [replace(e, kind="kept", reason=reason) if e in lowered else e for e in report.events]
+    for info in report.regions:
+        if info.path == path:
+            info.installed, info.note = False, reason
+    return True
 
 
 def _store(options: Options) -> Store | None:
@@ -126,7 +142,7 @@ def optimize_function(function: Callable[..., Any], example: Example, options: O
 def _function_region(function: Callable[..., Any], example: Example, options: Options, report: Report) -> Region | None:
     try:
         arguments = plan(function, Recorded.of(*example) if example is not None else None)
-        tracer = trace_function(function, arguments)
+        tracer = trace_function(function, arguments, arguments.facts if example is not None else None)
     except Untraceable as refusal:
         report.uncaptured.append(Uncaptured("", "function", str(refusal)))
         return None
@@ -148,6 +164,8 @@ def _function_region(function: Callable[..., Any], example: Example, options: Op
             report.uncaptured.append(Uncaptured("", "function", reason))
             return None
         _measure(found, options, report)
+        if _left_to_eager("", found, options, report):
+            return None
     return region
 
 

@@ -6,6 +6,7 @@ What a module without an example is given is taken to have the dtype of its para
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,10 +24,16 @@ _KEEPING = frozenset(ACTIVATIONS) | {
 
 
 class Dtypes:
-    """The dtypes of a graph's values, as far as the graph's own operators tell."""
+    """The dtypes of a graph's values, as far as the graph's own operators tell, or its example."""
 
-    def __init__(self, root: nn.Module, known: dict[str, torch.dtype], assumed: dict[tuple[str, str], torch.dtype]):
-        self.root, self.known, self.assumed = root, known, assumed
+    def __init__(
+        self,
+        root: nn.Module,
+        known: dict[str, torch.dtype],
+        assumed: dict[tuple[str, str], torch.dtype],
+        example: Callable[[fx.Node], torch.dtype | None],
+    ):
+        self.root, self.known, self.assumed, self.example = root, known, assumed, example
         """("placeholder", its name) or ("get_attr", path of the tensor) -> what decisions took its dtype to be."""
 
     def decide(self, node: fx.Node) -> bool | None:
@@ -42,7 +49,10 @@ class Dtypes:
         if isinstance(side, torch.dtype):
             return side
         is_dtype = isinstance(side, fx.Node) and side.target is getattr and side.args[1] == "dtype"
-        return self.of(side.args[0]) if is_dtype else None
+        if not is_dtype:
+            return None
+        found = self.of(side.args[0])
+        return self.example(side.args[0]) if found is None else found
 
     def of(self, node: Any) -> torch.dtype | None:
         taken = self.of_linears(node)

@@ -14,6 +14,7 @@ from fxfuse.capture.arguments import Arguments
 from fxfuse.capture.assumed import Assumed
 from fxfuse.capture.body import read_targets
 from fxfuse.capture.names import Name, names_of
+from fxfuse.capture.terms import arguments_of
 from fxfuse.capture.tracer import LOCK
 from fxfuse.engine import Rewriting
 from fxfuse.spellings import MODULES
@@ -43,7 +44,7 @@ def generate(region: Any, assumed: Assumed, rewriting: Rewriting) -> Generated:
         "        fx_holds = (",
         *(f"            {'and ' if i else ''}{c.holds}" for i, c in enumerate(checks)),
         "        )",
-        "    except (KeyError, AttributeError):",
+        "    except (KeyError, AttributeError, ArithmeticError, ValueError):",
         "        fx_holds = False",
         "    if fx_holds:",
         "        fx_region.calls.fused += 1",
@@ -54,7 +55,7 @@ def generate(region: Any, assumed: Assumed, rewriting: Rewriting) -> Generated:
     ]
     for c in checks:
         lines += ["    try:", f"        fx_holds = {c.holds}"]
-        lines += ["    except (KeyError, AttributeError):", "        fx_holds = False"]
+        lines += ["    except (KeyError, AttributeError, ArithmeticError, ValueError):", "        fx_holds = False"]
         lines += ["    if not fx_holds:", f"        return {c.kind!r}, {c.why}, {c.at!r}"]
     lines.append("    return 'plain', 'the assumptions hold again', None")
     owned = {name: region.inlined[path] for path, name in writer.local.items() if path in writer.named}
@@ -82,7 +83,10 @@ class _Writer:
     def checks(self, rewriting: Rewriting) -> list[assumptions.Check]:
         arguments = self.region.arguments
         checks = [*assumptions.ENVIRONMENT]
-        checks += assumptions.of_arguments(arguments, rewriting.ranks, rewriting.shapes, self.scope)
+        sized = set().union(*map(arguments_of, self.assumed.sizes))
+        ranks = self.assumed.ranks | rewriting.ranks
+        checks += assumptions.of_arguments(arguments, ranks, rewriting.shapes, sized, self.scope)
+        checks += [assumptions.of_size(*size, arguments) for size in self.assumed.sizes.items()]
         checks += [assumptions.of_answer(*answer, self.scope) for answer in sorted(self.assumed.answers.items())]
         if self.on_module:
             checks.append(assumptions.of_owner())
@@ -98,6 +102,7 @@ class _Writer:
         with LOCK:  # while another thread traces, others stand in for some of a file's functions
             checks += [assumptions.of_name(name, self.scope) for name in self._names()]
         checks += self._of_reads()
+        checks += self._of_shapes()
         return [*checks, assumptions.of_gradients(arguments, "self" if self.on_module else None)]
 
     def _of_modules(self) -> list[assumptions.Check]:
@@ -164,6 +169,14 @@ class _Writer:
             checks.append(assumptions.of_like(target, name, first, dtype, at or None))
             floating[value.dtype] = first, f"fx_dtype_of_{first}"
         return checks
+
+    def _of_shapes(self) -> list[assumptions.Check]:
+        """Shapes that something was taken from, of tensors that the graph does not read."""
+        unread = sorted(self.assumed.shapes - self.reads.keys() - self.region.constants.keys())
+        return [
+            assumptions.of_shape(target, self._reach_tensor(target), tuple(self.region.resolve(target).shape))
+            for target in unread
+        ]
 
     def _containers(self) -> list[str]:
         """Modules whose children are counted: what a forward goes through may hold others later."""

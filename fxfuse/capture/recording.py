@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from fxfuse.capture.value import Untraceable
+from fxfuse.capture.value import Untraceable, disown
 
 # What a tensor is, not what it holds. A region compares tensors that it was traced with by identity.
 _DESCRIBING = {
@@ -28,6 +29,7 @@ class Recording(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
+        disown(sys._getframe(1), args, kwargs)
         if any(issubclass(t, torch.fx.Proxy) for t in types):
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
@@ -37,6 +39,8 @@ class Recording(TorchFunctionMode):
             or kwargs.get("out") is not None
         ):
             raise Untraceable(f"writes a tensor that is no value of the graph, by {name}")
+        if any(isinstance(v, torch.fx.Proxy) for v in tree_leaves((args, kwargs))):
+            return self.tracer.create_proxy("call_function", func, args, kwargs)
         value = _undone(func, args, kwargs)
         read = func.__self__.__name__ if name == "__get__" else name
         if not any(isinstance(v, torch.Tensor) for v in tree_leaves(value)):

@@ -16,9 +16,9 @@ import os
 import sys
 import threading
 import types
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx, nn
@@ -32,9 +32,12 @@ from fxfuse.capture.dtypes import Dtypes
 from fxfuse.capture.foreign import StandIns
 from fxfuse.capture.names import names_of, tensors_of
 from fxfuse.capture.recording import Recording
+from fxfuse.capture.sizes import Sizes
 from fxfuse.capture.tree import changed, hooked, is_opaque, preserved, snapshot
-from fxfuse.capture.value import Handed, Untraceable, Value, is_instance, is_tensor
+from fxfuse.capture.value import Handed, Number, Shape, Untraceable, Value, finfo, is_instance, is_tensor
+from fxfuse.capture.values import Unknown, Values
 from fxfuse.capture.watched import TRACER, own_class, watched
+from fxfuse.facts import Fact
 
 LOCK = threading.RLock()
 """Functions marked with ``torch.fx.wrap`` are patched while a trace runs, so one trace runs at a time."""
@@ -49,13 +52,14 @@ class Tracer(fx.Tracer):
     """Traces copies of modules made by ``copy_tree(isolate=True)``; see ``trace_module``."""
 
     def __init__(
-        self, root: nn.Module, leaves: Collection[str], has_example: bool, dtypes: dict[str, torch.dtype] | None = None
+        self, root: nn.Module, leaves: Collection[str], has_example: bool, facts: Mapping[str, Fact] | None = None
     ):
         super().__init__(autowrap_modules=(math,))
         self.root = root
         self.has_example = has_example
         self.assumed = Assumed()
-        self.dtypes = Dtypes(root, dtypes or {}, self.assumed.dtypes)
+        known = {name: fact.dtype for name, fact in (facts or {}).items()}
+        self.dtypes = Dtypes(root, known, self.assumed.dtypes, self.dtype_in_example)
         self.devices = Devices(root, self.assumed.devices)
         self.stand_ins = StandIns(self.assumed, lambda: self.running)
         self.replaced: dict[int, Callable[..., Any]] = {}
@@ -69,6 +73,7 @@ class Tracer(fx.Tracer):
         self.taken = set(dir(root))
         self.reads: dict[str, fx.Proxy] = {}
         self.constants: dict[str, torch.Tensor] = {}
+        self.sizes = Sizes(Values(root, self.constants, facts), self.assumed) if facts is not None else None
         self.inlined: dict[str, nn.Module] = {}
         """Paths of modules whose forward was traced through."""
         self.running = False
@@ -129,6 +134,9 @@ class Tracer(fx.Tracer):
             raise Untraceable(f"passes the module {type(a).__name__} to a function")
         if type(a).__module__ == "numpy" and hasattr(a, "item"):
             return a.item()
+        if isinstance(a, dict) and dataclasses.is_dataclass(a):  # fx would make a plain dict of it
+            fields = {name: self.create_arg(value) for name, value in a.items()}
+            return self.create_node("call_function", type(a), (), fields)
         return super().create_arg(a)
 
     def create_node(
@@ -158,14 +166,58 @@ class Tracer(fx.Tracer):
         return source
 
     def to_bool(self, obj: fx.Proxy) -> bool:
-        for known in (self.dtypes, self.devices):
-            decided = known.decide(obj.node)
+        for known in (self.dtypes, self.devices, self.sizes):
+            decided = known.decide(obj.node) if known is not None else None
             if decided is not None:
                 return decided
         return super().to_bool(obj)
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
-        return Handed(node, self) if node.op == "placeholder" and node.target in self.handed else Value(node, self)
+        if node.op == "placeholder" and node.target in self.handed:
+            return Handed(node, self)
+        value = self.sizes.note(node) if self.sizes is not None else None
+        return Number(node, self) if type(value) in (bool, int, float) else Value(node, self)
+
+    # what the example tells of a value
+
+    def rank(self, value: fx.Proxy) -> int | None:
+        return self.sizes.rank(value.node) if self.sizes is not None else None
+
+    def shape(self, value: fx.Proxy) -> Shape | None:
+        """The sizes of a tensor, each a value of the graph; None where not even its rank is known."""
+        rank = self.rank(value)
+        if rank is None:
+            return None
+        # The last one counted from the end, as forwards and rules speak of it.
+        dims = (*range(rank - 1), -1) if rank else ()
+        return Shape(self.create_proxy("call_method", "size", (value, dim), {}) for dim in dims)
+
+    def dtype_in_example(self, node: fx.Node) -> torch.dtype | None:
+        return self.sizes.dtype(node) if self.sizes is not None else None
+
+    def attribute(self, value: fx.Proxy, name: str) -> Any:
+        """What ``value.name`` is, where it is no method and known already; None otherwise."""
+        if name == "shape":
+            return self.shape(value)
+        if name == "ndim":
+            return self.rank(value)
+        known = self.sizes.values.get(value.node) if self.sizes is not None else None
+        if isinstance(known, torch.Tensor) and name in ("T", "mT", "H", "mH", "real", "imag", "data"):
+            return self.create_proxy("call_function", getattr, (value, name), {})
+        return None
+
+    def kind(self, value: fx.Proxy) -> type | None:
+        """The class of a value."""
+        known = self.sizes.values.get(value.node) if self.sizes is not None else Unknown
+        return None if known is Unknown else torch.Tensor if isinstance(known, torch.Tensor) else type(known)
+
+    def count(self, value: fx.Proxy) -> int | None:
+        """How many values one stands for, under the assumption that it still does."""
+        return self.sizes.count(value.node) if self.sizes is not None else None
+
+    def iter(self, obj: fx.Proxy) -> Iterator[Any]:
+        count, values = self.count(obj), cast(Any, obj)
+        return super().iter(obj) if count is None else iter([values[i] for i in range(count)])
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
         return attr_val
@@ -180,15 +232,15 @@ def trace_module(
     arguments: Arguments,
     leaves: Collection[str],
     *,
-    dtypes: dict[str, torch.dtype] | None = None,
+    facts: Mapping[str, Fact] | None = None,
 ) -> Tracer:
     """Trace ``root.forward``, called with ``arguments``.
 
-    ``dtypes``: those of the arguments, by placeholder name, where an example told them.
+    ``facts``: those of the arguments, by placeholder name, where an example told them.
 
     ``root`` is an isolated copy and is used up. Raises Untraceable with the reason where there is no faithful graph.
     """
-    tracer = Tracer(root, leaves, dtypes is not None, dtypes)
+    tracer = Tracer(root, leaves, facts is not None, facts)
     tracer.handed = arguments.handed
     for module in root.modules():
         if not is_opaque(module):
@@ -204,11 +256,13 @@ def trace_module(
         return _run(tracer, run, root.forward, lambda: changed(root, before) or altered())
 
 
-def trace_function(function: Callable[..., Any], arguments: Arguments) -> Tracer:
-    """Trace a plain function; tensors that it finds by name are constants of the graph."""
+def trace_function(
+    function: Callable[..., Any], arguments: Arguments, facts: Mapping[str, Fact] | None = None
+) -> Tracer:
+    """Trace a plain function; tensors that it finds by name are constants of the graph. ``facts`` as above."""
     if isinstance(function, types.MethodType):
         raise Untraceable("it is a method, of an object that may change: optimize a module, or a function")
-    tracer = Tracer(nn.Module(), (), has_example=True)
+    tracer = Tracer(nn.Module(), (), has_example=True, facts=facts)
     tracer.watches_modules, tracer.handed = True, arguments.handed
     _run(tracer, functools.partial(_call_with_placeholders, tracer, function, arguments.call), function, lambda: None)
     if {id(t) for t in tracer.constants.values()} - tensors_of(names_of([function], tracer.assumed.code)):
@@ -232,7 +286,7 @@ def _run(tracer: Tracer, run: Callable[[], Any], code: Callable[..., Any], alter
         _patch_wrapped_functions(tracer.patcher)
         _autowrap_check(tracer.patcher, vars(math), tracer._autowrap_function_ids)
         tracer.patcher.patch(vars(torch), "is_tensor", is_tensor)
-        tracer.replaced = asked.patches(tracer.assumed.answers) | factories.patches()
+        tracer.replaced = asked.patches(tracer.assumed.answers) | factories.patches() | {id(torch.finfo): finfo}
         _patch_replaced(tracer, vars(torch))
         _patch_replaced(tracer, vars(torch.random))
         _wrap_functions(tracer, code)
@@ -244,7 +298,9 @@ def _run(tracer: Tracer, run: Callable[[], Any], code: Callable[..., Any], alter
             tracer.running = False
             _check_result(result)
             tracer.create_node("output", "output", (tracer.create_arg(result),), {})
+            _drop_decided(tracer)
             _check_handed(tracer)
+            tracer.sizes = None  # nothing asks any more
         except Untraceable:
             raise
         except Exception as error:  # whatever a forward may raise when its tensors have no values
@@ -288,13 +344,32 @@ def _check_result(result: Any) -> None:
     elif type(result) is dict:
         for value in result.values():
             _check_result(value)
-    elif dataclasses.is_dataclass(result) and not isinstance(result, (dict, type)):
-        if not all(f.init for f in dataclasses.fields(result)):
+    elif dataclasses.is_dataclass(result) and not isinstance(result, type):
+        if not all(f.init for f in dataclasses.fields(result)) or not _is_of_fields(result):
             raise Untraceable(f"returns a {type(result).__name__}")
         for f in dataclasses.fields(result):
             _check_result(getattr(result, f.name))
     elif not isinstance(result, (torch.Tensor, int, float, complex, str, bool, torch.dtype, torch.device, type(None))):
         raise Untraceable(f"returns a {type(result).__name__}")
+
+
+def _is_of_fields(result: Any) -> bool:
+    """Whether a dataclass that is a dict as well holds what a call with its items would: its fields but for None."""
+    if not isinstance(result, dict):
+        return True
+    held = {f.name: getattr(result, f.name) for f in dataclasses.fields(cast(Any, result))}
+    return list(result) == [name for name, value in held.items() if value is not None] and all(
+        result[name] is held[name] for name in result
+    )
+
+
+def _drop_decided(tracer: Tracer) -> None:
+    """Take out sizes and comparisons that nothing is computed from."""
+    if tracer.sizes is None:
+        return
+    for node in reversed(tracer.graph.nodes):
+        if not node.users and type(tracer.sizes.values.get(node)) in (bool, int, float):
+            tracer.graph.erase_node(node)
 
 
 def _check_handed(tracer: Tracer) -> None:

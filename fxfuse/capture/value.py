@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import operator
+import sys
+import types
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import fx
+from torch.utils._pytree import tree_leaves
 
 
 class Untraceable(Exception):
@@ -20,7 +24,15 @@ class _Writable(fx.Proxy):
     tracer: Any
 
     def __getattr__(self, name: str) -> Any:
+        if name.endswith("_interface__"):  # NumPy and PyTorch ask whatever they are given whether it is an array
+            raise AttributeError(name)
         return Attribute(self, name)
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        disown(sys._getframe(1), args, kwargs)
+        result: Any = fx.Proxy.__torch_function__.__func__(fx.Proxy, function, types, args, kwargs)  # type: ignore
+        return result
 
     def __setattr__(self, name: str, value: Any) -> None:
         # Python would keep the attribute on the proxy, and the graph know nothing of it.
@@ -44,8 +56,32 @@ class Attribute(_Writable, fx.proxy.Attribute):
     """``x.shape`` and the like, or a method about to be called."""
 
 
+def disown(frame: types.FrameType, *arguments: Any) -> None:
+    """PyTorch asks for the number that a proxy is before it finds that the call is not its own: nothing is taken so."""
+    for value in tree_leaves(arguments):
+        if isinstance(value, Number):
+            value.tracer.sizes.withdraw(frame)
+
+
 class Value(_Writable):
     """A value of the graph. An argument is a tensor, which its region makes sure of; most others may be anything."""
+
+    def __getattr__(self, name: str) -> Any:
+        known = self.tracer.attribute(self, name)
+        return super().__getattr__(name) if known is None else known
+
+    def size(self, dim: Any = None) -> Any:
+        shape = self.tracer.shape(self) if dim is None else None
+        given = () if dim is None else (dim,)
+        return self.tracer.create_proxy("call_method", "size", (self, *given), {}) if shape is None else shape
+
+    def dim(self) -> Any:
+        rank = self.tracer.rank(self)
+        return self.tracer.create_proxy("call_method", "dim", (self,), {}) if rank is None else rank
+
+    def __len__(self) -> int:
+        count = self.tracer.count(self)
+        return super().__len__() if count is None else count
 
     def __getitem__(self, key: Any) -> Any:
         # With an example the region's check would find that an element is no tensor; without one nobody would.
@@ -55,6 +91,46 @@ class Value(_Writable):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise Untraceable("calls a value of the graph")
+
+
+class Number(Value):
+    """A number that the example tells. It stays a value of the graph; where Python asks which, it is what it was.
+
+    Then its region checks that it still is, or there is no graph.
+    """
+
+    def taken(self) -> Any:
+        value = self.tracer.sizes.take(self.node)
+        if value is None:
+            raise Untraceable("takes a number that the arguments' sizes do not tell")
+        return value
+
+    def __int__(self) -> int:
+        return int(self.taken())
+
+    def __float__(self) -> float:
+        return float(self.taken())
+
+    def __index__(self) -> int:
+        number = operator.index(self.taken())
+        self.tracer.sizes.taken_at(sys._getframe(1))
+        return number
+
+    def __hash__(self) -> int:
+        # What is found under it, or kept there, would be so for this trace alone.
+        raise Untraceable("looks something up by a number that is a value of the graph")
+
+
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
+    # Numbers are not written in place.
+    setattr(Number, f"__i{_name}__", getattr(fx.Proxy, f"__{_name}__"))
+
+
+class Shape(tuple[Any, ...]):
+    """``x.shape`` as a forward is to see it: so many numbers."""
+
+    def numel(self) -> Any:
+        return functools.reduce(operator.mul, self, 1)
 
 
 class Handed(Value):
@@ -76,6 +152,10 @@ def is_instance(value: Any, classes: Any) -> bool:
         return isinstance(value, classes)
     if isinstance(value, Handed):
         value.refuse()
+    tracer: Any = value.tracer
+    known = tracer.kind(value)
+    if known is not None:
+        return issubclass(known, classes)
     if isinstance(value, Value) and value.tracer.gives_tensor(value.node):
         return issubclass(torch.Tensor, classes)
     raise Untraceable("decides by the type of a value that is not known before the call")
@@ -84,3 +164,17 @@ def is_instance(value: Any, classes: Any) -> bool:
 def is_tensor(value: Any) -> bool:
     """``torch.is_tensor`` in the same way."""
     return is_instance(value, torch.Tensor)
+
+
+_FINFO = torch.finfo
+
+
+def finfo(dtype: Any = None) -> torch.finfo:
+    """``torch.finfo`` in the same way: the dtype of a proxy is assumed."""
+    if isinstance(dtype, fx.Proxy):
+        tracer: Any = dtype.tracer
+        known = tracer.dtypes.named(dtype.node)
+        if known is None:
+            raise Untraceable("asks for the limits of a dtype that is not known before the call")
+        dtype = known
+    return _FINFO() if dtype is None else _FINFO(dtype)

@@ -85,14 +85,18 @@ class Walk:
         if not (is_opaque(module) or type(module) in SERVED or self.is_excluded(path, module)):
             inner = len(self.traces)
             calls = self.below(path, module)
-            if calls:
+            # Then with every part that is captured by itself as a call: what it returns decides nothing.
+            parts = {t.path for t in self.traces[inner:] if _is_composite(t.module)}
+            for kept in dict.fromkeys((frozenset(calls), frozenset(calls | parts))):
+                if not kept:
+                    continue
                 try:
-                    trace = self.trace(path, module, {_relative(call, path) for call in calls})
+                    trace = self.trace(path, module, {_relative(call, path) for call in kept})
                 except Untraceable as refusal:
-                    reason = str(refusal)
+                    reason = reason if kept > calls else str(refusal)
                 else:
                     # What was captured beside the calls is part of the larger region; what lies inside them stays.
-                    self.traces[inner:] = [t for t in self.traces[inner:] if _within(t.path, calls)]
+                    self.traces[inner:] = [t for t in self.traces[inner:] if _within(t.path, kept)]
                     self.add(trace)
                     return calls
         self.uncaptured.append(Uncaptured(path, type(module).__name__, reason))
@@ -117,8 +121,7 @@ class Walk:
         root = copy_tree(module, isolate=True)
         arguments = plan(root.forward, recorded)
         calls = leaves | self.excluded(path, module)
-        dtypes = {name: fact.dtype for name, fact in arguments.facts.items()} if recorded is not None else None
-        tracer = trace_module(root, arguments, calls, dtypes=dtypes)
+        tracer = trace_module(root, arguments, calls, facts=arguments.facts if recorded is not None else None)
         return Trace(path, module, arguments, tracer)
 
     def refuse(self, path: str, module: nn.Module) -> None:
@@ -170,5 +173,5 @@ def _relative(path: str, base: str) -> str:
     return path[len(base) :].lstrip(".")
 
 
-def _within(path: str, bases: set[str]) -> bool:
+def _within(path: str, bases: Collection[str]) -> bool:
     return any(path == base or path.startswith(base + ".") for base in bases)

@@ -7,7 +7,7 @@ import copy
 import enum
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -187,6 +187,11 @@ def test_a_list_changed_by_its_owner():
     assert torch.equal(optimized(X, sizes), scaled(X, sizes))
 
 
+class Pair(NamedTuple):
+    first: torch.Tensor
+    second: torch.Tensor
+
+
 class Kept:
     """A cache, say: neither a tensor nor a constant."""
 
@@ -194,7 +199,7 @@ class Kept:
         self.seen: list[torch.Tensor] = []
 
 
-OTHERS = [{"a": X}, [X], (X, X), Kept(), {1, 2}, X.numpy(), len]
+OTHERS = [{"a": X}, [X], Pair(X, X), Kept(), {1, 2}, X.numpy(), len]
 USES: dict[str, Callable[[Any], Any]] = {
     "attribute": lambda other: other.seen,
     "element": lambda other: other[0],
@@ -246,7 +251,7 @@ class HandsOn(Model):
         return self.core(x if kept is None else self.attends(x, kept=kept))
 
 
-@pytest.mark.parametrize("value", [(BIAS, X), [BIAS], {0: BIAS}, Kept()], ids=lambda v: type(v).__name__)
+@pytest.mark.parametrize("value", [Pair(BIAS, X), [BIAS], {0: BIAS}, Kept()], ids=lambda v: type(v).__name__)
 def test_an_argument_is_handed_on(value):
     model = HandsOn().eval()
     optimized = fxfuse.optimize(model, (X, value))

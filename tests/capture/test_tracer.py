@@ -183,11 +183,6 @@ REFUSED: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
         {},
         "decides by a value or size that is not known before the call",
     ),
-    "type of a computed value": (
-        lambda m, x: mlp(m, x) if isinstance(x + 1, torch.Tensor) else x,
-        {},
-        "decides by the type of a value that is not known before the call",
-    ),
     "callable": (lambda m, x: mlp(m, x() if callable(x) else x), {}, "calls a value of the graph"),
     "counter": (lambda m, x: (setattr(m, "count", m.count + 1), mlp(m, x))[1], {"count": 0}, "changes Model.count"),
     "new attribute": (lambda m, x: (setattr(m, "last", 1), mlp(m, x))[1], {}, "changes Model.last"),
@@ -238,6 +233,17 @@ def test_refused(optimize, name):
 class Settings:
     def __init__(self) -> None:
         self.calls, self.width = 0, WIDTH
+
+
+def test_the_type_of_a_computed_value():
+    """Only an example tells it."""
+    model = model_of(lambda m, x: mlp(m, x) if isinstance(x + 1, torch.Tensor) else x)
+    assert reason_for(fxfuse.optimize(model)) == "decides by the type of a value that is not known before the call"
+    given = torch.randn(2, WIDTH)
+    optimized = fxfuse.optimize(model, given)
+    with torch.no_grad():
+        assert right(optimized(given), model, given)
+    assert fxfuse.report(optimized).calls[""].fused == 1
 
 
 def test_an_object_that_the_forward_changes(optimize):

@@ -59,6 +59,7 @@ def _assert_region(module: nn.Module, optimized: nn.Module, path: str, args: Any
             values |= {f"{name}_{i}": v for i, v in enumerate(value)}
         else:
             values[name] = value
+    values |= {f"{name}_{i}": v for name, t in values.items() if type(t) is tuple for i, v in enumerate(t)}
     graph = fxfuse.graphs(optimized, original=True)[path]
     # The graph tells the scale of rounding; what is right, a float64 copy of the module itself.
     _, magnitude = numerics.reference(graph, (), values)

@@ -245,3 +245,18 @@ def test_a_graph_given_by_hand():
     new, report = fxfuse.rewrite(gm)
     assert [e.kind for e in report.events] == ["tidied", "fused"]
     assert "div" not in ops_of(new)
+
+
+def test_a_view_that_leaves_out_a_dimension_stays(example):
+    """Of two sizes it has two dimensions, also where x has three."""
+    x = randn(0, 3, 1, 8)
+    model = Written(lambda x, w, b: torch.relu(F.linear(x, w, b).view(x.size(0), 6)), w=randn(1, 6, 8), b=randn(2, 6))
+    with torch.no_grad():
+        assert fxfuse.optimize(model, x if example else None)(x).shape == (3, 6)
+    model = Written(
+        lambda x, w, b: (y := torch.relu(F.linear(x, w, b))).view(y.size(0), y.size(-1)), w=randn(1, 6, 8), b=None
+    )
+    with torch.no_grad():
+        assert fxfuse.optimize(model, x if example else None)(x).shape == (3, 6)
+        assert fxfuse.optimize(model, x[:, 0] if example else None)(x).shape == (3, 6)
+        assert fxfuse.optimize(model, x if example else None)(x[:, 0]).shape == (3, 6)

@@ -337,7 +337,6 @@ def ones(*shape):
 KEPT = {
     "product is returned": (_returned, W, B, X, "matmul is returned as well"),
     "product is read": (_read_by_mean, W, B, X, "matmul is read by mean as well"),
-    "product is read for its shape": (_read_by_shape, W, B, X, "matmul is read by getattr_1 as well"),
     "product is added to twice": (_read_twice, W, B, X, "matmul is read by add_1 as well"),
     "product is scaled in place": (_scaled_in_place, W, B, X, "matmul is written by mul_"),
     "input is overwritten": (_input_overwritten, W, B, X, "zero_ writes, before add, what the match reads"),
@@ -472,6 +471,12 @@ KEPT = {
 @pytest.mark.parametrize(("row", "w", "b", "x", "why"), KEPT.values(), ids=KEPT)
 def test_kept(row, w, b, x, why, example):
     assert_kept("matmul_add", Written(row, w=w, b=b), [x], why=why, example=example)
+
+
+def test_a_product_that_is_read_for_its_shape(example):
+    """With an example its shape is so many sizes."""
+    why = f"matmul is read by {'size_1' if example else 'getattr_1'} as well"
+    assert_kept("matmul_add", Written(_read_by_shape, w=W, b=B), [X], why=why, example=example)
 
 
 def test_weights_of_unknown_shape():
