@@ -169,12 +169,19 @@ def is_tensor(value: Any) -> bool:
 _FINFO = torch.finfo
 
 
-def finfo(dtype: Any = None) -> torch.finfo:
-    """``torch.finfo`` in the same way: the dtype of a proxy is assumed."""
-    if isinstance(dtype, fx.Proxy):
-        tracer: Any = dtype.tracer
-        known = tracer.dtypes.named(dtype.node)
-        if known is None:
-            raise Untraceable("asks for the limits of a dtype that is not known before the call")
-        dtype = known
-    return _FINFO() if dtype is None else _FINFO(dtype)
+class _Limits(type):
+    def __call__(cls, dtype: Any = None) -> torch.finfo:
+        if isinstance(dtype, fx.Proxy):
+            tracer: Any = dtype.tracer
+            known = tracer.dtypes.named(dtype.node)
+            if known is None:
+                raise Untraceable("asks for the limits of a dtype that is not known before the call")
+            dtype = known
+        return _FINFO() if dtype is None else _FINFO(dtype)
+
+    def __instancecheck__(cls, value: Any) -> bool:
+        return isinstance(value, _FINFO)
+
+
+class finfo(metaclass=_Limits):
+    """``torch.finfo`` in the same way: the dtype of a proxy is assumed. Other threads see it too and notice nothing."""

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fxfuse
+from fxfuse.capture.value import finfo
 from tests.models.answers import right
 
 WIDTH = 128
@@ -429,3 +430,10 @@ def test_an_attribute_of_a_part_is_watched(optimize):
         with pytest.raises(AttributeError):
             optimized(given)
     assert list(fxfuse.report(optimized).calls[""].reasons)[1:] == ["module conv is gone"]
+
+
+def test_what_stands_for_finfo_while_a_trace_runs_is_it_for_other_threads():
+    assert finfo(torch.bfloat16).eps == torch.finfo(torch.bfloat16).eps
+    assert finfo().eps == torch.finfo().eps
+    assert isinstance(torch.finfo(torch.float32), finfo)
+    assert not isinstance(1.0, finfo)
