@@ -18,6 +18,7 @@ from torch import Tensor, fx
 from torch.func import functional_call
 from torch.utils._pytree import tree_flatten, tree_map
 
+from fxfuse.amplifying import AMPLIFYING, Rule
 from fxfuse.ops.gpu.portable import allows_tf32
 
 _NORM_EPS = 4
@@ -260,6 +261,8 @@ class _Reference(fx.Interpreter):
             return kwargs
         if name == "glu":
             return self._glu(n)
+        if name in AMPLIFYING:
+            return self._amplified(n, AMPLIFYING[name])
         if name in _ACTIVATIONS:
             scale = args[0] if args else kwargs["input"]
             return scale
@@ -273,6 +276,20 @@ class _Reference(fx.Interpreter):
             scales = [_abs(scale) for scale in [*args, *kwargs.values()] if isinstance(scale, Tensor | int | float)]
             return _arithmetic(name, values, scales, abs(kwargs.get("alpha", 1)))
         return None
+
+    def _amplified(self, n: fx.Node, scale_of: Rule) -> Tensor | None:
+        """Of an op whose error scale is its operands' times what their values make of it; None in an unusual form."""
+        values: Any = self.map_nodes_to_values((n.args, n.kwargs), n)
+        scales = self._magnitudes_of(n)
+        if n.op == "call_module":
+            leaf: Any = self.fetch_attr(str(n.target))
+            wide = {name: _wide_copy(t) for name, t in leaf.named_parameters()}
+            values = ((*values[0], leaf.normalized_shape), {**values[1], **wide, "eps": leaf.eps})
+        try:
+            found = scale_of(scales[0], *values[0], **values[1])
+        except (TypeError, RuntimeError, IndexError):  # operands by name, nested or grouped
+            return None
+        return None if found is None else torch.maximum(found[0], _row_scale(found[1]))
 
     def _glu(self, n: fx.Node) -> Tensor:
         """a * sigmoid(b), where the error of the sigmoid is at most that of b."""
