@@ -94,12 +94,6 @@ def _parser() -> argparse.ArgumentParser:
 
     bench = commands.add_parser("bench", help="time a target against eager, torch.compile and oneDNN called by hand")
     bench.add_argument("targets", metavar="TARGET", nargs="+", help=_TARGET)
-    bench.add_argument(
-        "--vs",
-        metavar="NAMES",
-        type=_columns,
-        help=f"comma-separated, of {names} (default: all that there are for the device)",
-    )
     bench.add_argument("--json", metavar="FILE", help="write the figures to FILE; - prints JSON and nothing else")
     bench.add_argument("--markdown", metavar="FILE", help="write the tables and what was done to FILE")
     bench.add_argument("--html", metavar="FILE", help="write a report with charts and drawings to FILE")
@@ -122,12 +116,14 @@ def _parser() -> argparse.ArgumentParser:
 
     profile = commands.add_parser("profile", help="predict what a call does, trace one, and compare line by line")
     profile.add_argument("target", metavar="TARGET", help=_TARGET)
-    profile.add_argument(
-        "--vs",
-        metavar="NAMES",
-        type=_columns,
-        help=f"comma-separated, of {names} (default: eager and fxfuse, on a GPU compile and liger, too)",
-    )
+    defaults = {
+        bench: "all that there are for the device",
+        profile: "eager and fxfuse, on a GPU compile and liger, too",
+    }
+    for command, default in defaults.items():
+        command.add_argument(
+            "--vs", metavar="NAMES", type=_columns, help=f"comma-separated, of {names} (default: {default})"
+        )
     profile.add_argument("--json", metavar="FILE", help="write the profile to FILE; - prints JSON and nothing else")
     profile.add_argument(
         "--trace", metavar="FILE", help="write Chrome traces for Perfetto: t.json becomes t-eager.json, t-fxfuse.json"

@@ -31,6 +31,15 @@ class Fact:
     def of(tensor: torch.Tensor) -> Fact:
         return Fact(tuple(tensor.shape), tensor.dtype, tensor.device)
 
+    def empty(self) -> torch.Tensor:
+        """A tensor of which this is true, contiguous and of no particular values."""
+        return torch.empty(self.shape, dtype=self.dtype, device=self.device)
+
+
+def without_data(tensor: torch.Tensor) -> torch.Tensor:
+    """One like it under a FakeTensorMode; made afresh, since a converter would keep weak references to parameters."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+
 
 class Unknown(Exception):
     """A value could not be worked out; whatever depends on it cannot be, either."""
@@ -44,8 +53,7 @@ class Propagate(fx.Interpreter):
         self.examples = examples
 
     def empty(self, tensor: torch.Tensor) -> torch.Tensor:
-        # Made afresh and not from the tensor: a converter would keep weak references to the user's parameters.
-        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+        return without_data(tensor)
 
     def run_node(self, n: fx.Node) -> Any:
         if n.op == "output":
@@ -72,7 +80,7 @@ class Propagate(fx.Interpreter):
 
     def placeholder_value(self, n: fx.Node) -> Any:
         value = self.examples.get(str(n.target), Unknown)
-        return torch.empty(value.shape, dtype=value.dtype, device=value.device) if isinstance(value, Fact) else value
+        return value.empty() if isinstance(value, Fact) else value
 
 
 class Facts:

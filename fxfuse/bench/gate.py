@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import io
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -123,13 +122,11 @@ def _admitted(makes: Mapping[str, Make], target: Target, progress: Callable[[str
 
 
 def _in_float64(target: Target) -> Any:
-    def wide(t: Tensor) -> Tensor:
-        return t.clone().double() if t.is_floating_point() else t.clone()
-
-    args, kwargs = tree_map_only(Tensor, wide, target.example())
     try:
+        wide = target.in_float64()
+        args, kwargs = wide.example()
         with torch.no_grad():
-            return copy.deepcopy(target.model).double()(*args, **kwargs)
+            return wide.model(*args, **kwargs)
     except Exception as error:
         raise BadTarget(
             f"{target.name}: in float64, which every answer is held against, the model raises {one_line(error)}"

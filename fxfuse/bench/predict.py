@@ -71,10 +71,6 @@ def predict(gm: fx.GraphModule, examples: Mapping[str, Any], leaves: Mapping[str
 _APART = "(apart)"
 
 
-def _stand_in(fact: Fact) -> Tensor:
-    return torch.empty(fact.shape, dtype=fact.dtype, device=fact.device)
-
-
 class _Run(Propagate):
     def __init__(self, gm: fx.GraphModule, examples: Mapping[str, Any], leaves: Mapping[str, Leaf]):
         super().__init__(gm, examples)
@@ -117,7 +113,7 @@ class _Run(Propagate):
         return functional_call(leaf.module, {name: self.empty(t) for name, t in tensors.items()}, args, kwargs)
 
     def placeholder_value(self, n: fx.Node) -> Any:
-        return tree_map_only(Fact, _stand_in, self.examples.get(str(n.target), Unknown))
+        return tree_map_only(Fact, Fact.empty, self.examples.get(str(n.target), Unknown))
 
     @contextmanager
     def _apart(self) -> Iterator[None]:

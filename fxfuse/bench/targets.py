@@ -7,6 +7,7 @@ A built-in name, ``hf:NAME`` or ``timm:NAME`` (``fxfuse.bench.libraries``), ``pa
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib
 import importlib.util
 import operator
@@ -66,6 +67,15 @@ class Target:
                 "Without it, the sizes of the target's own example are measured."
             )
         return replace(self, args=(tuning.random([1] * (x.dim() - 2) + [rows, x.shape[-1]], like=x),))
+
+    def in_float64(self) -> Target:
+        """A copy of the model and of its example, in float64."""
+
+        def wide(t: Tensor) -> Tensor:
+            return t.clone().double() if t.is_floating_point() else t.clone()
+
+        args, kwargs = tree_map_only(Tensor, wide, self.example())
+        return replace(self, model=copy.deepcopy(self.model).double(), args=args, kwargs=kwargs)
 
     @property
     def tensors(self) -> list[Tensor]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from fxfuse.bench import peers
 from fxfuse.bench.peers import LeftOut, Run, Variant, one_line
@@ -23,7 +22,7 @@ def steps(target: Target, built: Mapping[str, Variant]) -> tuple[dict[str, Calla
     Raises BadTarget for a model without parameters that learn, or whose result does not depend on one.
     """
     args, kwargs = target.example()
-    parameters = [p for p in target.model.parameters() if p.requires_grad]
+    parameters = _learning(target)
     found: dict[str, Callable[[], Gradients]] = {}
     left_out: list[LeftOut] = []
     eager: Gradients = ()
@@ -64,10 +63,12 @@ def _step(
 
 
 def _exact(target: Target) -> Gradients:
-    """In float64."""
-    model = copy.deepcopy(target.model).double()
-    args, kwargs = tree_map_only(Tensor, lambda t: t.double() if t.is_floating_point() else t, target.example())
-    return _step(model, [p for p in model.parameters() if p.requires_grad], args, kwargs)()
+    wide = target.in_float64()
+    return _step(wide.model, _learning(wide), *wide.example())()
+
+
+def _learning(target: Target) -> list[Tensor]:
+    return [p for p in target.model.parameters() if p.requires_grad]
 
 
 def _wrong(gradients: Gradients, eager: Gradients, exact: Gradients) -> str:

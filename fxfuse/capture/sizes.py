@@ -15,8 +15,9 @@ from torch import fx
 from fxfuse.capture import shapes
 from fxfuse.capture.assumed import Assumed, Decision
 from fxfuse.capture.terms import Known, Term, apply, constant, product, size
-from fxfuse.capture.values import Unknown, Values
+from fxfuse.capture.values import Values
 from fxfuse.capture.watched import own_class
+from fxfuse.facts import Unknown
 
 _NUMBERS = (bool, int, float)
 _OF_MATRIX = {torch.nn.Linear: shapes.linear, torch.nn.Embedding: shapes.embedding}

@@ -35,9 +35,9 @@ from fxfuse.capture.recording import Recording
 from fxfuse.capture.sizes import Sizes
 from fxfuse.capture.tree import changed, hooked, is_opaque, preserved, snapshot
 from fxfuse.capture.value import Handed, Number, Shape, Untraceable, Value, finfo, is_instance, is_tensor
-from fxfuse.capture.values import Unknown, Values
+from fxfuse.capture.values import Values
 from fxfuse.capture.watched import TRACER, own_class, watched
-from fxfuse.facts import Fact
+from fxfuse.facts import Fact, Unknown
 
 LOCK = threading.RLock()
 """Functions marked with ``torch.fx.wrap`` are patched while a trace runs, so one trace runs at a time."""

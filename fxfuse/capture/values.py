@@ -10,17 +10,13 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fxfuse.capture.watched import own_class
-from fxfuse.facts import Fact
+from fxfuse.facts import Fact, Unknown, without_data
 
 # After these a tensor has another shape, and with it all that was worked out from it.
 _RESHAPING = frozenset({
     "as_strided_", "detach_", "resize_", "resize_as_", "set_", "squeeze_", "swapaxes_", "swapdims_", "t_", "transpose_",
     "unsqueeze_",
 })  # fmt: skip
-
-
-class Unknown(Exception):
-    """Nothing is known of a value."""
 
 
 class Values:
@@ -54,8 +50,7 @@ class Values:
     def _evaluate(self, node: fx.Node) -> Any:
         target = str(node.target)
         if node.op == "placeholder":
-            fact = self.facts[target]
-            return torch.empty(fact.shape, dtype=fact.dtype, device=fact.device)
+            return self.facts[target].empty()
         if node.op == "get_attr":
             return self._read(target)
         args, kwargs = fx.map_arg((node.args, node.kwargs), self._argument)
@@ -73,7 +68,7 @@ class Values:
 
     def _read(self, path: str) -> Any:
         if path not in self.reads:
-            self.reads[path] = _without_data(self.tensor(path))
+            self.reads[path] = without_data(self.tensor(path))
         return self.reads[path]
 
     def tensor(self, path: str) -> torch.Tensor:
@@ -97,11 +92,6 @@ class Values:
         new = object.__new__(cls)
         new.__dict__.update(module.__dict__)
         for table in ("_parameters", "_buffers"):
-            tensors = {n: t if t is None else _without_data(t) for n, t in module.__dict__[table].items()}
+            tensors = {n: t if t is None else without_data(t) for n, t in module.__dict__[table].items()}
             new.__dict__[table] = tensors
         return new
-
-
-def _without_data(tensor: torch.Tensor) -> torch.Tensor:
-    # Made afresh: a converter would keep weak references to the user's parameters.
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
