@@ -168,11 +168,16 @@ class TensorMap:
     def __init__(self) -> None:
         self._memory = ctypes.create_string_buffer(128 + 64)
         self.address = (ctypes.addressof(self._memory) + 63) & ~63
+        self._known: tuple[object, ...] = ()
+        """What it tells of."""
 
     def encode(
         self, pointer: int, dtype: torch.dtype, shape: tuple[int, int], step: int, box: tuple[int, int], swizzle: int
     ) -> None:
         """A matrix of ``shape`` (rows, columns), rows ``step`` elements apart, taken in boxes; ``swizzle`` in bytes."""
+        told = (pointer, shape, dtype, step, box, swizzle)
+        if told == self._known:
+            return
         u64, u32 = ctypes.c_uint64, ctypes.c_uint32
         result = _libcuda().cuTensorMapEncodeTiled(
             ctypes.c_void_p(self.address),
@@ -189,3 +194,4 @@ class TensorMap:
             0,
         )
         _check(result, "cuTensorMapEncodeTiled")
+        self._known = told

@@ -78,12 +78,12 @@ class Launch:
     """One kernel with its arguments, to be launched again and again: what did not change is not set again."""
 
     def __init__(self, epilogue: Epilogue, wn: int, lies: Lies, n: int, k: int, device: int):
-        self.dtype, self.wn, self.lies, self.n, self.k, self.device = epilogue.dtype, wn, lies, n, k, device
+        self.dtype, self.step, self.n, self.k, self.device = epilogue.dtype, lies.step, n, k, device
         self.columns = wn // 2 if epilogue.gated else wn
         self.clusters = torch.cuda.get_device_properties(device).multi_processor_count // _CLUSTER
         self.lock = threading.Lock()
         self.maps = [TensorMap() for _ in range(4)]
-        self.known = [(0, 0)] * 4
+        self.weight, self.weight_box = lies.shape(n, k), (_BK, 64) if lies.transposed else (wn // 2, _BK)
         self.numbers = (ctypes.c_int * 3)(0, n, k)
         self.biases = (ctypes.c_void_p * 2)()
         biases, numbers = ctypes.addressof(self.biases), ctypes.addressof(self.numbers)
@@ -101,21 +101,11 @@ class Launch:
         tiles = -(-rows // (_BM * _CLUSTER)) * -(-self.n // self.columns)
         blocks = min(self.clusters, tiles) * _CLUSTER
         with self.lock:
-            self._point(0, pointers[0], (rows, self.k), self.k, (_BM, _BK), 128)
-            for which in (1, 2):
-                if self.lies.transposed:
-                    self._point(which, pointers[which], (self.k, self.n), self.lies.step, (_BK, 64), 128)
-                else:
-                    self._point(which, pointers[which], (self.n, self.k), self.lies.step, (self.wn // 2, _BK), 128)
-            self._point(3, pointers[3], (rows, self.n), self.n, (64, _SLAB), 64)
+            self.maps[0].encode(pointers[0], self.dtype, (rows, self.k), self.k, (_BM, _BK), 128)
+            for i in (1, 2):
+                self.maps[i].encode(pointers[i], self.dtype, self.weight, self.step, self.weight_box, 128)
+            self.maps[3].encode(pointers[3], self.dtype, (rows, self.n), self.n, (64, _SLAB), 64)
             self.biases[0], self.biases[1] = bias_pointers
             self.numbers[0] = rows
             self.launcher.launch(blocks, torch._C._cuda_getCurrentRawStream(self.device))
         return True
-
-    def _point(
-        self, which: int, pointer: int, shape: tuple[int, int], step: int, box: tuple[int, int], swizzle: int
-    ) -> None:
-        if self.known[which] != (pointer, shape[0]):
-            self.maps[which].encode(pointer, self.dtype, shape, step, box, swizzle)
-            self.known[which] = (pointer, shape[0])

@@ -25,6 +25,10 @@ class Lies(NamedTuple):
     step: int
     """Elements from one row to the next, or for a transposed one from one column to the next."""
 
+    def shape(self, n: int, k: int) -> tuple[int, int]:
+        """Of the matrix whose rows are dense: of the weight, or of its transpose."""
+        return (k, n) if self.transposed else (n, k)
+
 
 def lies(weight: Tensor) -> Lies | None:
     """How a weight [N, K] lies, None where neither its rows nor its columns are dense."""

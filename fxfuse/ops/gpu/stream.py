@@ -95,12 +95,12 @@ class Launch:
 
     def __init__(self, epilogue: Epilogue, shape: Shape, lies: Lies, n: int, k: int, device: int):
         """For ``shape.tokens`` rows at most."""
-        self.dtype, self.shape, self.lies, self.n, self.k, self.device = epilogue.dtype, shape, lies, n, k, device
+        self.dtype, self.tokens, self.step, self.k, self.device = epilogue.dtype, shape.tokens, lies.step, k, device
         columns = 32 * shape.groups if epilogue.gated else 64 * shape.groups
         self.blocks = -(-n // columns) * shape.split
         self.lock = threading.Lock()
         self.maps = [TensorMap() for _ in range(3)]
-        self.known = [(0, 0)] * 3
+        self.weight, self.weight_box = lies.shape(n, k), (_BK if lies.transposed else 32 * shape.groups, _BK)
         self.pointers = (ctypes.c_void_p * 3)()
         self.numbers = (ctypes.c_int * 3)(0, n, k)
         pointers, numbers = ctypes.addressof(self.pointers), ctypes.addressof(self.numbers)
@@ -117,22 +117,14 @@ class Launch:
             return False
         bias_pointers = (0 if bias0 is None else bias0.data_ptr(), 0 if bias1 is None else bias1.data_ptr())
         with self.lock:
-            self._point(0, pointers[0], (rows, self.k), self.k, self.shape.tokens)
-            for which in (1, 2):
-                if self.lies.transposed:
-                    self._point(which, pointers[which], (self.k, self.n), self.lies.step, _BK)
-                else:
-                    self._point(which, pointers[which], (self.n, self.k), self.lies.step, 32 * self.shape.groups)
+            self.maps[0].encode(pointers[0], self.dtype, (rows, self.k), self.k, (self.tokens, _BK), 128)
+            for i in (1, 2):
+                self.maps[i].encode(pointers[i], self.dtype, self.weight, self.step, self.weight_box, 128)
             self.pointers[0] = out.data_ptr()
             self.pointers[1], self.pointers[2] = bias_pointers
             self.numbers[0] = rows
             self.launcher.launch(self.blocks, torch._C._cuda_getCurrentRawStream(self.device))
         return True
-
-    def _point(self, which: int, pointer: int, shape: tuple[int, int], step: int, high: int) -> None:
-        if self.known[which] != (pointer, shape[0]):
-            self.maps[which].encode(pointer, self.dtype, shape, step, (high, _BK), 128)
-            self.known[which] = (pointer, shape[0])
 
 
 def launch(epilogue: Epilogue, least: int, most: int, lies: Lies, n: int, k: int, device: int) -> Run:
