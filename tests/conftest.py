@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_map
 
 import fxfuse
-from fxfuse import choose, numerics, tuning
+from fxfuse import choose, cli, numerics, tuning
 from fxfuse.report import Event, Report
 from fxfuse.spellings import spell
 
@@ -34,6 +34,23 @@ def poison() -> Iterator[None]:
     yield
     torch.use_deterministic_algorithms(False)
     torch.utils.deterministic.fill_uninitialized_memory = filled
+
+
+@pytest.fixture
+def second_target_raises(monkeypatch: pytest.MonkeyPatch) -> Callable[[BaseException], None]:
+    """Let ``fxfuse bench`` measure its first target, and raise this at the second."""
+    real, seen = cli.measure, []
+
+    def raising(error: BaseException) -> None:
+        def measure(target: Any, *args: Any, **kwargs: Any) -> Any:
+            seen.append(target.name)
+            if len(seen) == 2:
+                raise error
+            return real(target, *args, **kwargs)
+
+        monkeypatch.setattr(cli, "measure", measure)
+
+    return raising
 
 
 @pytest.fixture(scope="session")

@@ -197,16 +197,8 @@ def test_the_json_folder_is_looked_for_before_measuring(file, tmp_path, capsys, 
     assert "there is no such folder" in line
 
 
-def test_interrupted_prints_what_was_finished(file, capsys, monkeypatch):
-    real, seen = cli.measure, []
-
-    def second_is_interrupted(target, *args, **kwargs):
-        seen.append(target.name)
-        if len(seen) == 2:
-            raise KeyboardInterrupt
-        return real(target, *args, **kwargs)
-
-    monkeypatch.setattr(cli, "measure", second_is_interrupted)
+def test_interrupted_prints_what_was_finished(file, capsys, second_target_raises):
+    second_target_raises(KeyboardInterrupt())
     assert cli.main(["bench", f"{file}:mlp", "ffn", "--vs", "eager", "--quick"]) == 130
     out, err = capsys.readouterr()
     assert err == "fxfuse: interrupted\n"

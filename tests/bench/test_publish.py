@@ -95,16 +95,8 @@ def test_the_report_goes_along_without_folders(file, out):
 @pytest.mark.parametrize(
     ("error", "code"), [(KeyboardInterrupt, 130), (RuntimeError("out of memory"), 2), (SystemExit(3), 2)], ids=str
 )
-def test_what_was_finished_survives(error, code, file, out, monkeypatch, capsys):
-    real, seen = cli.measure, []
-
-    def second_fails(target, *args, **kwargs):
-        seen.append(target.name)
-        if len(seen) == 2:
-            raise error
-        return real(target, *args, **kwargs)
-
-    monkeypatch.setattr(cli, "measure", second_fails)
+def test_what_was_finished_survives(error, code, file, out, second_target_raises, capsys):
+    second_target_raises(error() if isinstance(error, type) else error)
     assert bench(file, out, "mlp", "other", "raises") == code
     document = schema.read(out / "json", schema.BENCH)
     assert [result["target"] for result in document["results"]] == [f"{file}:mlp"]
