@@ -17,8 +17,8 @@ GEMM, FUSED_GEMM, ELEMENTWISE, REDUCE, COPY, GATHER, ATTENTION, OTHER = (
 )
 
 _KINDS = (
-    # The kernels of fxfuse.ops.gpu are all called so, and nothing else is.
-    (FUSED_GEMM, r"^linear$"),
+    (COPY, r"^fxfuse_copy$"),
+    (FUSED_GEMM, r"^fxfuse_"),
     (REDUCE, r"splitk_?reduce|reduce_kernel|softmax|layer_?norm|rowwise_?moments|^triton_(red|per)_"),
     (ATTENTION, r"flash|fmha|attention|sdpa"),
     (GEMM, r"gemm|gemv|nvjet|cutlass|xmma|^triton_(tem|mm)_|dot_kernel"),
@@ -28,7 +28,12 @@ _KINDS = (
 )
 """The first that is found counts: what reduces a split-k product is named after it, and a copy is elementwise."""
 
-_TILES = (r"tilesize(\d+x\d+x\d+)", r"_(\d+x\d+_\d+x\d+)_", r"_(\d+x\d+_\d+x\d+)$", r"[^0-9](\d+x\d+(?:x\d+)?)[^0-9]")
+_TILES = (
+    r"tilesize(\d+x\d+x\d+)",
+    r"_(\d+x\d+_\d+x\d+)_",
+    r"_(\d+x\d+_\d+x\d+)$",
+    r"[^0-9](\d+x\d+(?:x\d+)?)(?:[^0-9]|$)",
+)
 _NVJET_DTYPES = {"t": "bfloat16", "h": "float16", "s": "float32", "d": "float64", "q": "float8"}
 _DTYPES = (("bfloat16", r"bf16|bfloat16"), ("float16", r"f16|half|hgemm"), ("float32", r"f32|float|sgemm"))
 
@@ -48,7 +53,7 @@ def describe(name: str) -> Described:
     """Read the name of a kernel, or of a copy, as the profiler has it."""
     low = name.lower()
     kind = next((kind for kind, pattern in _KINDS if re.search(pattern, low)), OTHER)
-    if kind != GEMM:
+    if kind not in (GEMM, FUSED_GEMM):
         return Described(kind)
     return Described(kind, _tile(low), _layout(name), _dtype(low))
 

@@ -10,14 +10,15 @@ import contextlib
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
+from fxfuse.capture.captured import Captured, Input, Kind, Output, Places, copied
 from fxfuse.dependence import OUTSIDE, Dependence
-from fxfuse.ops.gpu.driver import copy
+from fxfuse.ops.gpu import copy
 
 MOST = 8
 """Graphs that a region keeps; the one used least recently goes."""
@@ -26,37 +27,12 @@ MOST_CAPTURES = 64
 
 CALLED_ONCE, REFUSED = "called once", "refused"
 
-Kind = tuple[Any, ...]
-"""What a graph is captured for: of tensors all but their values, other arguments as they are, and settings."""
-Places = tuple[Any, ...]
-
 _CAPTURING = threading.Lock()
 """Captures wait for the whole device, which is an error while another thread captures."""
 
 
 class Refused(Exception):
     """A call cannot be captured; the text says why."""
-
-
-class Held(NamedTuple):
-    """Memory of a graph that calls copy to or from."""
-
-    tensor: Tensor
-    address: int
-    size: int
-    """Bytes, where both sides are dense and lie alike; else 0."""
-
-
-class Captured(NamedTuple):
-    graph: torch.cuda.CUDAGraph
-    device: int
-    inputs: list[Held]
-    """Of each argument that is a tensor."""
-    weights: Places
-    """Where what is read from the model lies."""
-    outputs: list[Any]
-    """``Held`` in place of tensors."""
-    structure: pytree.TreeSpec
 
 
 class Replayed:
@@ -81,6 +57,8 @@ class Replayed:
         self.body, self.count, self.counted, self.say = body, arguments, counted, say
         self.graphs: OrderedDict[Kind, Captured | str] = OrderedDict()
         """Kind of call -> its graph, or how far it has come."""
+        self.latest: Captured | None = None
+        """Of the last call that was replayed."""
         self.lock = threading.Lock()
         self.captures = 0
         self.last: tuple[int, int] | None = None
@@ -92,7 +70,7 @@ class Replayed:
         self.never = False
 
     def __call__(self, owner: Any, *values: Any) -> Any:
-        if self.never or not self._asked() or torch.cuda.is_current_stream_capturing():
+        if self.never or not self._asked() or torch._C._cuda_isCurrentStreamCapturing():
             return self.body(owner, *values)
         arguments, reads = values[: self.count], values[self.count :]
         try:
@@ -101,7 +79,9 @@ class Replayed:
             self.say(str(why))
             return self.body(owner, *values)
         with self.lock:
-            captured = self._graph_for(kind, owner, arguments, reads)
+            captured = self.latest
+            if captured is None or captured.kind != kind or captured.weights != _places_of(reads):
+                captured = self.latest = self._graph_for(kind, owner, arguments, reads)
             if captured is not None:
                 return self._replay(captured, arguments)
         return self.body(owner, *values)
@@ -130,7 +110,7 @@ class Replayed:
             self._keep(kind, CALLED_ONCE)
             return None
         try:
-            captured = self._capture(owner, arguments, reads, weights)
+            captured = self._capture(kind, owner, arguments, reads, weights)
         except Exception as error:
             cause = error.__context__ or error  # the end of a capture that was given up raises over the reason
             self._keep(kind, REFUSED)
@@ -149,7 +129,9 @@ class Replayed:
             for old in [k for k, v in self.graphs.items() if isinstance(v, group)][:-most]:
                 del self.graphs[old]
 
-    def _capture(self, owner: Any, arguments: Sequence[Any], reads: Sequence[Any], weights: Places) -> Captured:
+    def _capture(
+        self, kind: Kind, owner: Any, arguments: Sequence[Any], reads: Sequence[Any], weights: Places
+    ) -> Captured:
         device = next(a.device for a in arguments if isinstance(a, Tensor))
         for t in reads:
             if isinstance(t, Tensor) and t.device != device:
@@ -160,24 +142,34 @@ class Replayed:
         with _CAPTURING, torch.cuda.device(device):
             self.side = self.side or torch.cuda.Stream(device)
             self.pool = self.pool or torch.cuda.graph_pool_handle()
-            graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+            graph, stream = torch.cuda.CUDAGraph(keep_graph=True), torch.cuda.current_stream()
+            copies = copy.serves(device.index)
             # cuBLAS keeps a workspace for each stream; one that a graph has must be nobody else's.
             torch._C._cuda_clearCublasWorkspaces()
             try:
                 # Other threads may go on; a wait of their own is no part of this.
                 with torch.cuda.graph(graph, self.pool, self.side, capture_error_mode="thread_local"):
-                    result = self.body(owner, *own, *reads)
+                    inputs = [
+                        Input(i, t, copied(to=t, source=given) if copies else None)
+                        for i, (t, given) in enumerate(zip(own, arguments, strict=True))
+                        if isinstance(t, Tensor)
+                    ]
+                    results, structure = pytree.tree_flatten(self.body(owner, *own, *reads))
+                    outputs = [
+                        Output.of(r, copied(to=torch.empty_like(r), source=r) if copies else None)
+                        if isinstance(r, Tensor)
+                        else r
+                        for r in results
+                    ]
             except Exception:
                 pool, self.pool, self.side = self.pool, None, None
                 _mend(stream, pool)
                 raise
             finally:
                 torch._C._cuda_clearCublasWorkspaces()
-        outputs, structure = pytree.tree_flatten(result)
-        _check(outputs, [t for t in (*own, *reads) if isinstance(t, Tensor)], device)
-        inputs = [_held(t, like=given) for t, given in zip(own, arguments, strict=True) if isinstance(t, Tensor)]
-        outputs = [_held(t, like=torch.empty_like(t)) if isinstance(t, Tensor) else t for t in outputs]
-        return Captured(graph, device.index, inputs, weights, outputs, structure)
+            graph.instantiate()
+        _check(results, [t for t in (*own, *reads) if isinstance(t, Tensor)], device)
+        return Captured(kind, graph, device.index, inputs, weights, outputs, structure)
 
     def _replay(self, captured: Captured, arguments: Sequence[Any]) -> Any:
         device = captured.device
@@ -187,18 +179,9 @@ class Replayed:
         stream = torch._C._cuda_getCurrentRawStream(device)
         if (device, stream) != self.last:
             self._take_turns(device, stream)
-        tensors = (a for a in arguments if isinstance(a, Tensor))
-        for (own, address, size), given in zip(captured.inputs, tensors, strict=True):
-            if size:
-                copy(address, given.data_ptr(), size, stream)
-            else:
-                own.copy_(given)
-        captured.graph.replay()
+        result = captured.replay(arguments, stream)
         self.counted()
-        outputs = [_taken_out(o, stream) if isinstance(o, Held) else o for o in captured.outputs]
-        if captured.structure.is_leaf():
-            return outputs[0]
-        return pytree.tree_unflatten(outputs, captured.structure)
+        return result
 
     def _take_turns(self, device: int, stream: int) -> None:
         """Calls on another stream use the same memory: this one comes after them, and nobody gets it before."""
@@ -206,24 +189,9 @@ class Replayed:
         if self.last is not None and self.last[0] == device:
             now.wait_stream(torch.cuda.ExternalStream(self.last[1], device))
         for graph in self.graphs.values():
-            for held in graph.inputs if isinstance(graph, Captured) and graph.device == device else ():
-                held.tensor.record_stream(now)
+            for read in graph.inputs if isinstance(graph, Captured) and graph.device == device else ():
+                read.tensor.record_stream(now)
         self.last = device, stream
-
-
-def _held(tensor: Tensor, *, like: Tensor) -> Held:
-    alike = tensor.stride() == like.stride() and not (tensor.is_neg() or like.is_neg() or like.is_complex())
-    # What has the strides that empty_like gave has no holes.
-    return Held(tensor, tensor.data_ptr(), tensor.numel() * tensor.element_size() if alike else 0)
-
-
-def _taken_out(held: Held, stream: int) -> Tensor:
-    tensor, address, size = held
-    if not size:
-        return tensor.clone()
-    own = torch.empty_like(tensor)
-    copy(own.data_ptr(), address, size, stream)
-    return own
 
 
 def refusal(gm: fx.GraphModule) -> str:

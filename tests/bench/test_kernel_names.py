@@ -3,7 +3,10 @@ import pytest
 from fxfuse.bench.kernel_names import Described, describe, short
 
 NAMES = [
-    ("linear", Described("fused gemm")),
+    ("fxfuse_gated_linear_gelu_tanh_bf16_128x192x64", Described("fused gemm", "128x192x64", "", "bfloat16")),
+    ("fxfuse_linear_f16_8x128x64", Described("fused gemm", "8x128x64", "", "float16")),
+    ("fxfuse_linear", Described("fused gemm")),
+    ("fxfuse_copy", Described("copy")),
     (
         "nvjet_tst_192x192_64x4_1x2_h_bz_coopA_bias_TNT",
         Described("gemm", "192x192_64x4", "tn", "bfloat16"),

@@ -167,7 +167,8 @@ def test_verdicts(predicted, observed, why, verdict):
     assert profiles._line("", "kernels", predicted, observed, why, "").verdict == verdict
 
 
-NVJET, GELU, OURS = "nvjet_tst_192x192_64x4_1x2_h_bz_bias_TNT", "vectorized_elementwise_kernel<Gelu>", "linear"
+NVJET, GELU = "nvjet_tst_192x192_64x4_1x2_h_bz_bias_TNT", "vectorized_elementwise_kernel<Gelu>"
+OURS = "fxfuse_linear_gelu_bf16_128x192x64"
 
 
 def on_gpu(*names):

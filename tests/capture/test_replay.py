@@ -9,7 +9,8 @@ from torch import nn
 
 import fxfuse
 from fxfuse.capture import replay
-from fxfuse.capture.replay import MOST, Captured, Refused, Replayed, kind_of, refusal
+from fxfuse.capture.captured import Captured
+from fxfuse.capture.replay import MOST, Refused, Replayed, kind_of, refusal
 
 
 class Model(nn.Module):
@@ -100,11 +101,18 @@ def test_copies_ask_by_themselves():
         assert torch.equal(copy.deepcopy(optimized)(torch.ones(1, 8)), optimized(torch.ones(1, 8)))
 
 
+class Stands(Captured):
+    """For what is captured of a call with one argument."""
+
+    def __init__(self, kind, argument, weights):
+        self.kind, self.graph, self.weights = kind, argument, weights
+
+
 @pytest.fixture
 def replayed(monkeypatch):
     """One whose captures are not on a GPU: what is captured is the call's first argument, and a replay returns it."""
 
-    def capture(self, owner, arguments, reads, weights):
+    def capture(self, kind, owner, arguments, reads, weights):
         if arguments[0] == "refused":
             raise Refused("it waits")
         if arguments[0] == "given up":
@@ -112,10 +120,10 @@ def replayed(monkeypatch):
                 raise ValueError("the cause")
             finally:
                 raise RuntimeError("the end of it")
-        return Captured(arguments[0], 0, [], weights, [], None)
+        return Stands(kind, arguments[0], weights)
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False, raising=False)
     monkeypatch.setattr(replay, "kind_of", tuple)
     monkeypatch.setattr(Replayed, "_capture", capture)
     monkeypatch.setattr(Replayed, "_replay", lambda self, captured, arguments: ("replayed", captured.graph))

@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from torch._C._dynamo.guards import _empty_strided_cpu
 
 import fxfuse
 from fxfuse import ops
+from fxfuse.ops.gpu import product
 from fxfuse.ops.gpu.product import Product
 
 N, K = 6, 8
@@ -15,6 +17,7 @@ FOUND_OUT = "found out anew"
 def gated(request, monkeypatch):
     """A gated product that has seen a call of three rows, with biases."""
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
+    monkeypatch.setattr(product, "_empty_strided_cuda", _empty_strided_cpu)
     monkeypatch.setattr(Product, "_found_out", lambda self, *tensors: FOUND_OUT)
     made = Product("silu", (), gated=True, vouched=request.param)
 
@@ -22,7 +25,7 @@ def gated(request, monkeypatch):
         out.fill_(rows)
         return True
 
-    made.known = (torch.bfloat16, -1, True, (K, 1), N, K, {rows.bit_length(): launch for rows in (3, 4)})
+    made.known = (torch.bfloat16, -1, True, (K, 1), N, K, {rows.bit_length(): launch for rows in (1, 3, 4)})
     return made
 
 
@@ -36,6 +39,14 @@ def test_the_same_kind_of_call_is_launched(gated):
         y = gated.run(*operands(rows))
         assert y.shape == (rows, N)
         assert torch.equal(y, torch.full_like(y, rows))
+
+
+@pytest.mark.parametrize("shape", [(), (4,), (1, 4), (3, 1), (2, 2, 1)])
+def test_the_answer_has_the_rows_of_x_and_is_dense(gated, shape):
+    x, *weights = operands()
+    y = gated.run(x.new_zeros((*shape, K)), *weights)
+    assert y.shape == (*shape, N)
+    assert y.stride() == torch.empty(y.shape).stride()
 
 
 OTHERS = {

@@ -20,7 +20,7 @@ __device__ __forceinline__ uint4 stream(const u16* from) {  // read once: not ke
 }
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32)
-    linear(const u16* x, const u16* w0, const u16* w1, u16* y, const u16* bias0, const u16* bias1, int M, int N, int K) {
+    KERNEL(const u16* x, const u16* w0, const u16* w1, u16* y, const u16* bias0, const u16* bias1, int M, int N, int K) {
   __shared__ float sums[WARPS][16][TOKENS * 8];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = lane / 4, columns = lane % 4 * 8;
   const int first = blockIdx.x * OUT, n = first + row;

@@ -37,13 +37,19 @@ def kernel(epilogue: Epilogue, shape: tuple[int, int, int], device: int) -> Kern
     """Compiled and loaded on ``device``, once a process. CudaError where that fails."""
     major, minor = torch.cuda.get_device_capability(device)
     with torch.cuda.device(device):
-        return built(kernel_source(epilogue, shape), f"sm_{major}{minor}", shape[1] * 32, 0)
+        text = kernel_source(epilogue, shape)
+        return built(text, epilogue.kernel(_tile(shape)), f"sm_{major}{minor}", shape[1] * 32)
 
 
 def kernel_source(epilogue: Epilogue, shape: tuple[int, int, int]) -> str:
     """The CUDA C++ of the kernel."""
     constants = dict(zip(("TOKENS", "WARPS", "DEPTH"), shape, strict=True))
-    return source(("decode.cu",), epilogue, constants, _multiply(DTYPES[epilogue.dtype]))
+    return source(("decode.cu",), epilogue, _tile(shape), constants, _multiply(DTYPES[epilogue.dtype]))
+
+
+def _tile(shape: tuple[int, int, int]) -> str:
+    tokens, warps, _ = shape
+    return f"{8 * tokens}x16x{32 * warps}"
 
 
 def _multiply(kind: str) -> str:

@@ -1,7 +1,8 @@
 """The CUDA driver and its run-time compiler, as far as launching a kernel of our own takes: thin ctypes calls.
 
 Both libraries come with CUDA builds of torch, so nothing is to be installed. A launch through here costs 3 us of host
-time; Triton's launcher takes 25, most of which binds arguments and builds descriptors that stay the same.
+time (6 on a shared one); Triton's launcher takes 25, most of which binds arguments and builds descriptors that stay the
+same.
 """
 
 from __future__ import annotations
@@ -47,20 +48,30 @@ def _check(result: int, what: str) -> None:
         raise CudaError(f"{what} failed: {(name.value or b'').decode() or result}")
 
 
-def built(source: str, architecture: str, threads: int, shared_memory: int) -> Kernel:
-    """The kernel ``linear`` of CUDA C++ ``source`` on the current device; ``architecture`` is "sm_90a", say.
+def _call(function: Any, *arguments: Any) -> None:
+    """Call a function of the driver that needs the context of the current device."""
+    result = function(*arguments)
+    if result == _NO_CONTEXT:
+        _bind()
+        result = function(*arguments)
+    if result:
+        _check(result, function.__name__)
+
+
+def built(source: str, name: str, architecture: str, threads: int, shared_memory: int = 0) -> Kernel:
+    """The kernel ``name`` of CUDA C++ ``source`` on the current device; ``architecture`` is "sm_90a", say.
 
     Compiling takes most of a second, so the machine code is kept on disk beside the table of choices, if it can be.
     CudaError, with the compiler's log, where it fails.
     """
     identity = hashlib.sha256(f"{torch.version.cuda} {architecture} {source}".encode()).hexdigest()
     with contextlib.suppress(OSError, RuntimeError, CudaError):  # not there yet, no home folder, or damaged
-        return Kernel(_file(identity).read_bytes(), "linear", threads, shared_memory)
+        return Kernel(_file(identity).read_bytes(), name, threads, shared_memory)
     code = _compile(source, architecture)
     with contextlib.suppress(OSError, RuntimeError):
         _file(identity).parent.mkdir(parents=True, exist_ok=True)
         choose.write_whole(_file(identity), code)
-    return Kernel(code, "linear", threads, shared_memory)
+    return Kernel(code, name, threads, shared_memory)
 
 
 def forget_kernels() -> None:
@@ -97,22 +108,6 @@ def _compile(source: str, architecture: str) -> bytes:
         return code.raw
     finally:
         nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
-
-
-def copy(to: int, source: int, size: int, stream: int) -> None:
-    """Enqueue a copy of ``size`` bytes between two addresses on the current device: a third of what copy_ takes."""
-    result = _copy()(to, source, size, stream)
-    if result == _NO_CONTEXT:
-        _bind()
-        result = _copy()(to, source, size, stream)
-    _check(result, "cuMemcpyDtoDAsync")
-
-
-@functools.cache
-def _copy() -> Any:
-    function = _libcuda().cuMemcpyDtoDAsync_v2
-    function.argtypes = (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p)
-    return function
 
 
 class _Configuration(ctypes.Structure):
@@ -154,12 +149,76 @@ class Launcher:
     def launch(self, blocks: int, stream: int) -> None:
         self._grid[0] = blocks
         self._configuration.stream = stream
-        result = self._launch(self._where, self._function, self._arguments, None)
-        if result == _NO_CONTEXT:
-            _bind()
-            result = self._launch(self._where, self._function, self._arguments, None)
-        if result:
-            _check(result, "cuLaunchKernelEx")
+        _call(self._launch, self._where, self._function, self._arguments, None)
+
+    def capture(self, blocks: int, stream: int) -> Node:
+        """Launch it on a stream that is captured: a node of the graph."""
+        self.launch(blocks, stream)
+        return Node(self._function, self._configuration, self._arguments, _last_node(stream))
+
+
+class _NodeParameters(ctypes.Structure):
+    """CUDA_KERNEL_NODE_PARAMS, as of CUDA 12."""
+
+    _fields_ = (
+        ("function", ctypes.c_void_p),
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared_memory", ctypes.c_uint),
+        ("arguments", ctypes.c_void_p),
+        ("extra", ctypes.c_void_p),
+        ("kernel", ctypes.c_void_p),
+        ("context", ctypes.c_void_p),
+    )
+
+
+class Node:
+    """A kernel in a CUDA graph, whose arguments may change between launches of the graph."""
+
+    def __init__(self, function: ctypes.c_void_p, configuration: _Configuration, arguments: Any, node: int):
+        self._held = arguments
+        self._parameters = _NodeParameters(
+            function.value,
+            configuration.grid,
+            configuration.block,
+            configuration.shared_memory,
+            ctypes.addressof(arguments),
+        )
+        self._where, self._node = ctypes.addressof(self._parameters), node
+        self._set = _taking_pointers("cuGraphExecKernelNodeSetParams_v2", 3)
+
+    def update(self, executable: int) -> None:
+        """Read its arguments anew, for the launches of an instantiated graph that follow."""
+        _call(self._set, executable, self._node, self._where)
+
+
+@functools.cache
+def _taking_pointers(name: str, count: int) -> Any:
+    """A function of the driver that takes so many, which may be given as numbers."""
+    function = getattr(_libcuda(), name)
+    function.argtypes = (ctypes.c_void_p,) * count
+    return function
+
+
+def edits_graphs() -> bool:
+    """Whether the driver can tell the nodes of a graph and change their arguments: from CUDA 12 on."""
+    return all(hasattr(_libcuda(), name) for name in ("cuStreamGetCaptureInfo_v2", "cuGraphExecKernelNodeSetParams_v2"))
+
+
+def launch_graph(executable: int, stream: int) -> None:
+    """Launch an instantiated graph that draws no random numbers, of which torch would have to know."""
+    _call(_taking_pointers("cuGraphLaunch", 2), executable, stream)
+
+
+def _last_node(stream: int) -> int:
+    """What the next work on a stream that is captured would wait for, where that is one thing."""
+    state, capture, graph = ctypes.c_int(), ctypes.c_uint64(), ctypes.c_void_p()
+    nodes, count = ctypes.POINTER(ctypes.c_void_p)(), ctypes.c_size_t()
+    found = [ctypes.byref(place) for place in (state, capture, graph, nodes, count)]
+    _call(_taking_pointers("cuStreamGetCaptureInfo_v2", 6), stream, *found)
+    if count.value != 1:
+        raise CudaError(f"a kernel on a stream that is captured is {count.value} nodes")
+    return int(nodes[0] or 0)
 
 
 class TensorMap:

@@ -101,7 +101,7 @@ __device__ __forceinline__ void epilogue(const float (&d)[WN / 2], u32 slabs, co
 }
 
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(384, 1)
-    linear(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w0, const __grid_constant__ TensorMap w1,
+    KERNEL(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w0, const __grid_constant__ TensorMap w1,
            const __grid_constant__ TensorMap y, const u16* bias0, const u16* bias1, int M, int N, int K) {
   extern __shared__ unsigned char raw[];
   u32 memory = (shared_address(raw) + 1023) & ~1023u;

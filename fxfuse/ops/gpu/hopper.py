@@ -62,7 +62,8 @@ def kernel(epilogue: Epilogue, wn: int, transposed: bool, device: int) -> Kernel
     """Compiled and loaded on ``device``, once a process. CudaError where that fails."""
     _, _, memory = _memory(wn, epilogue.gated)
     with torch.cuda.device(device):
-        return built(kernel_source(epilogue, wn, transposed), "sm_90a", _THREADS, memory)
+        text = kernel_source(epilogue, wn, transposed)
+        return built(text, epilogue.kernel(_tile(wn)), "sm_90a", _THREADS, memory)
 
 
 def kernel_source(epilogue: Epilogue, wn: int, transposed: bool) -> str:
@@ -71,7 +72,11 @@ def kernel_source(epilogue: Epilogue, wn: int, transposed: bool) -> str:
     constants = {"BM": _BM, "BK": _BK, "CLUSTER": _CLUSTER, "SLAB": _SLAB, "GROUP": _GROUP}
     constants |= {"WN": wn, "STAGES": stages, "SLAB_SETS": sets, "TRANSPOSED": int(transposed)}
     multiply = wgmma(wn, DTYPES[epilogue.dtype], b_transposed=transposed)
-    return source(("hopper.cuh", "hopper.cu"), epilogue, constants, multiply)
+    return source(("hopper.cuh", "hopper.cu"), epilogue, _tile(wn), constants, multiply)
+
+
+def _tile(wn: int) -> str:
+    return f"{_BM}x{wn}x{_BK}"
 
 
 class Launch:

@@ -59,7 +59,7 @@ class Launch:
 
     def __init__(self, epilogue: Epilogue, name: str, lies: Lies, n: int, k: int, device: str):
         kernels, tile = _kernels(), TILES[name]
-        self.kernel, self.n, self.rows = kernels.linear, n, tile.rows
+        self.kernel, self.n, self.rows = kernels.fxfuse_linear, n, tile.rows
         self.columns = tile.columns // 2 if epilogue.gated else tile.columns
         step_n, step_k = (1, lies.step) if lies.transposed else (lies.step, 1)
         a0, a1 = (*epilogue.act_args, 0.0, 0.0)[:2]

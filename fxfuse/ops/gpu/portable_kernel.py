@@ -112,7 +112,7 @@ ACTIVATIONS = {
 
 # M changes from call to call; a kernel of its own for each kind of M would be compiled when it is needed.
 @triton.jit(do_not_specialize=["M"])
-def linear(
+def fxfuse_linear(
     x,  # [M, K], contiguous
     w0,  # [N, K], step_n and step_k elements between neighbours
     w1,  # likewise; only for GATED

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from itertools import accumulate
+from operator import mul
 
 import torch
 from torch import Tensor
+from torch._C._dynamo.guards import _empty_strided_cuda
 
 from fxfuse import choose, errors
 from fxfuse.ops.gpu import decode, hopper, portable, stream
@@ -72,7 +75,9 @@ class Product:
             # A launch goes to the current device, whatever its stream says.
             with torch.cuda.device(device):
                 return self.run(x, w0, w1, bias0, bias1)
-        out = torch.empty((*x.shape[:-1], n), dtype=dtype, device=x.device)
+        # A sixth of what torch.empty takes of the host.
+        size = (*x.shape[:-1], n)
+        out = _empty_strided_cuda(size, tuple(accumulate(size[:0:-1], mul, initial=1))[::-1], dtype)
         return out if run(x, rows, w0, w1, bias0, bias1, out) else None
 
     def _found_out(

@@ -48,6 +48,11 @@ class Epilogue:
     bias: bool
     dtype: torch.dtype
 
+    def kernel(self, tile: str) -> str:
+        """What a kernel with this epilogue is called in traces: what it computes, and in tiles of which size."""
+        op = "gated_linear" if self.gated else "linear"
+        return "_".join(["fxfuse", op, *filter(None, [self.act]), DTYPES[self.dtype], tile])
+
 
 _C_NAMES = {"": "identity", "tanh": "tanh_"}  # as activations.cuh has them
 
@@ -69,11 +74,12 @@ __device__ __forceinline__ float to_float(u16 bits) {
 }
 
 
-def source(files: Sequence[str], epilogue: Epilogue, constants: Mapping[str, int], multiply: str) -> str:
-    """The CUDA C++ of one kernel: ``files`` after what they expect to be defined."""
+def source(files: Sequence[str], epilogue: Epilogue, tile: str, constants: Mapping[str, int], multiply: str) -> str:
+    """The CUDA C++ of ``epilogue.kernel(tile)``: ``files`` after what they expect to be defined."""
     arguments = ", ".join(["v", *(f"{float(a)!r}f" for a in epilogue.act_args)])
     name = _C_NAMES.get(epilogue.act, epilogue.act)
     defines = {
+        "KERNEL": epilogue.kernel(tile),
         **constants,
         "TEN_BITS": int(epilogue.dtype is torch.float16),
         "GATED": int(epilogue.gated),

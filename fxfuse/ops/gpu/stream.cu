@@ -32,7 +32,7 @@ __device__ __forceinline__ float sum_of_blocks(const float* mine) {
 }
 
 extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(THREADS)
-    linear(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w0, const __grid_constant__ TensorMap w1,
+    KERNEL(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w0, const __grid_constant__ TensorMap w1,
            u16* y, const u16* bias0, const u16* bias1, int M, int N, int K) {
   extern __shared__ unsigned char raw[];
   const u32 memory = (shared_address(raw) + 1023) & ~1023u, full = memory + BARRIERS_AT, empty = full + 8 * STAGES;

@@ -42,6 +42,10 @@ class Shape(NamedTuple):
         return self.stages * self._stage + 1024
 
     @property
+    def tile(self) -> str:
+        return f"{self.tokens}x{64 * self.groups}x{_BK}"
+
+    @property
     def _stage(self) -> int:
         return (64 * self.groups + self.tokens) * _BK * 2 + 16
 
@@ -79,7 +83,8 @@ def gains(rows: int, n: int, *, epilogue: Epilogue, processors: int) -> bool:
 def kernel(epilogue: Epilogue, shape: Shape, transposed: bool, device: int) -> Kernel:
     """Compiled and loaded on ``device``, once a process. CudaError where that fails."""
     with torch.cuda.device(device):
-        return built(kernel_source(epilogue, shape, transposed), "sm_90a", 128 * shape.groups + 32, shape.memory)
+        text = kernel_source(epilogue, shape, transposed)
+        return built(text, epilogue.kernel(shape.tile), "sm_90a", 128 * shape.groups + 32, shape.memory)
 
 
 def kernel_source(epilogue: Epilogue, shape: Shape, transposed: bool) -> str:
@@ -87,7 +92,7 @@ def kernel_source(epilogue: Epilogue, shape: Shape, transposed: bool) -> str:
     constants = {"TOKENS": shape.tokens, "GROUPS": shape.groups, "SPLIT": shape.split}
     constants |= {"BK": _BK, "STAGES": shape.stages, "TRANSPOSED": int(transposed)}
     multiply = wgmma(shape.tokens, DTYPES[epilogue.dtype], a_transposed=transposed)
-    return source(("hopper.cuh", "stream.cu"), epilogue, constants, multiply)
+    return source(("hopper.cuh", "stream.cu"), epilogue, shape.tile, constants, multiply)
 
 
 class Launch:
