@@ -224,33 +224,22 @@ def _last_node(stream: int) -> int:
 class TensorMap:
     """A CUtensorMap, which tells the copy engine of a matrix in device memory: 128 bytes, aligned to 64."""
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype, columns: int, step: int, box: tuple[int, int], swizzle: int = 128):
+        """Of rows that are ``step`` elements apart, taken in boxes (rows, columns); ``swizzle`` in bytes."""
         self._memory = ctypes.create_string_buffer(128 + 64)
         self.address = (ctypes.addressof(self._memory) + 63) & ~63
-        self._known: tuple[object, ...] = ()
-        """What it tells of."""
-
-    def encode(
-        self, pointer: int, dtype: torch.dtype, shape: tuple[int, int], step: int, box: tuple[int, int], swizzle: int
-    ) -> None:
-        """A matrix of ``shape`` (rows, columns), rows ``step`` elements apart, taken in boxes; ``swizzle`` in bytes."""
-        told = (pointer, shape, dtype, step, box, swizzle)
-        if told == self._known:
-            return
         u64, u32 = ctypes.c_uint64, ctypes.c_uint32
-        result = _libcuda().cuTensorMapEncodeTiled(
-            ctypes.c_void_p(self.address),
-            _TYPES[dtype],
-            2,
-            ctypes.c_void_p(pointer),
-            (u64 * 2)(shape[1], shape[0]),
-            (u64 * 1)(step * dtype.itemsize),
-            (u32 * 2)(box[1], box[0]),
-            (u32 * 2)(1, 1),
-            0,
-            _SWIZZLES[swizzle],
-            _L2_PROMOTION,
-            0,
-        )
-        _check(result, "cuTensorMapEncodeTiled")
-        self._known = told
+        self._shape = (u64 * 2)(columns, 0)
+        steps, boxes, dense = (u64 * 1)(step * dtype.itemsize), (u32 * 2)(box[1], box[0]), (u32 * 2)(1, 1)
+        self._before = (ctypes.c_void_p(self.address), _TYPES[dtype], 2)
+        self._after = (self._shape, steps, boxes, dense, 0, _SWIZZLES[swizzle], _L2_PROMOTION, 0)
+        self._pointer, self._rows = 0, 0
+        self._encode = _libcuda().cuTensorMapEncodeTiled
+
+    def encode(self, pointer: int, rows: int) -> None:
+        """The matrix of so many rows that begins at ``pointer``."""
+        if pointer == self._pointer and rows == self._rows:
+            return
+        self._shape[1] = rows
+        _check(self._encode(*self._before, ctypes.c_void_p(pointer), *self._after), "cuTensorMapEncodeTiled")
+        self._pointer, self._rows = pointer, rows

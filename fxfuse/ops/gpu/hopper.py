@@ -83,16 +83,20 @@ class Launch:
     """One kernel with its arguments, to be launched again and again: what did not change is not set again."""
 
     def __init__(self, epilogue: Epilogue, wn: int, lies: Lies, n: int, k: int, device: int):
-        self.dtype, self.step, self.n, self.k, self.device = epilogue.dtype, lies.step, n, k, device
+        self.n, self.device = n, device
         self.columns = wn // 2 if epilogue.gated else wn
         self.clusters = torch.cuda.get_device_properties(device).multi_processor_count // _CLUSTER
         self.lock = threading.Lock()
-        self.maps = [TensorMap() for _ in range(4)]
-        self.weight, self.weight_box = lies.shape(n, k), (_BK, 64) if lies.transposed else (wn // 2, _BK)
+        self.weight_rows, columns = lies.shape(n, k)
+        box = (_BK, 64) if lies.transposed else (wn // 2, _BK)
+        self.x = TensorMap(epilogue.dtype, k, k, (_BM, _BK))
+        self.weights = [TensorMap(epilogue.dtype, columns, lies.step, box) for _ in range(2)]
+        self.y = TensorMap(epilogue.dtype, n, n, (64, _SLAB), swizzle=64)
         self.numbers = (ctypes.c_int * 3)(0, n, k)
         self.biases = (ctypes.c_void_p * 2)()
         biases, numbers = ctypes.addressof(self.biases), ctypes.addressof(self.numbers)
-        addresses = [*(m.address for m in self.maps), biases, biases + 8, numbers, numbers + 4, numbers + 8]
+        maps = (self.x, *self.weights, self.y)
+        addresses = [*(m.address for m in maps), biases, biases + 8, numbers, numbers + 4, numbers + 8]
         self.launcher = Launcher(kernel(epilogue, wn, lies.transposed, device), addresses)
 
     def __call__(
@@ -106,10 +110,10 @@ class Launch:
         tiles = -(-rows // (_BM * _CLUSTER)) * -(-self.n // self.columns)
         blocks = min(self.clusters, tiles) * _CLUSTER
         with self.lock:
-            self.maps[0].encode(pointers[0], self.dtype, (rows, self.k), self.k, (_BM, _BK), 128)
-            for i in (1, 2):
-                self.maps[i].encode(pointers[i], self.dtype, self.weight, self.step, self.weight_box, 128)
-            self.maps[3].encode(pointers[3], self.dtype, (rows, self.n), self.n, (64, _SLAB), 64)
+            self.x.encode(pointers[0], rows)
+            self.weights[0].encode(pointers[1], self.weight_rows)
+            self.weights[1].encode(pointers[2], self.weight_rows)
+            self.y.encode(pointers[3], rows)
             self.biases[0], self.biases[1] = bias_pointers
             self.numbers[0] = rows
             self.launcher.launch(blocks, torch._C._cuda_getCurrentRawStream(self.device))

@@ -75,9 +75,7 @@ class Product:
             # A launch goes to the current device, whatever its stream says.
             with torch.cuda.device(device):
                 return self.run(x, w0, w1, bias0, bias1)
-        # A sixth of what torch.empty takes of the host.
-        size = (*x.shape[:-1], n)
-        out = _empty_strided_cuda(size, tuple(accumulate(size[:0:-1], mul, initial=1))[::-1], dtype)
+        out = _empty_strided_cuda(*_dense(x.shape, n), dtype)  # a sixth of what torch.empty takes of the host
         return out if run(x, rows, w0, w1, bias0, bias1, out) else None
 
     def _found_out(
@@ -161,6 +159,13 @@ class Product:
                 raise
             errors.warn_of_kernel(name, error)
             return None
+
+
+@functools.lru_cache(maxsize=256)
+def _dense(shape: torch.Size, n: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape and strides of the answer to an x of ``shape``."""
+    size = (*shape[:-1], n)
+    return size, tuple(accumulate(size[:0:-1], mul, initial=1))[::-1]
 
 
 def can(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:

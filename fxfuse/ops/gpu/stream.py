@@ -100,16 +100,18 @@ class Launch:
 
     def __init__(self, epilogue: Epilogue, shape: Shape, lies: Lies, n: int, k: int, device: int):
         """For ``shape.tokens`` rows at most."""
-        self.dtype, self.tokens, self.step, self.k, self.device = epilogue.dtype, shape.tokens, lies.step, k, device
-        columns = 32 * shape.groups if epilogue.gated else 64 * shape.groups
-        self.blocks = -(-n // columns) * shape.split
+        self.device = device
+        out = 32 * shape.groups if epilogue.gated else 64 * shape.groups
+        self.blocks = -(-n // out) * shape.split
         self.lock = threading.Lock()
-        self.maps = [TensorMap() for _ in range(3)]
-        self.weight, self.weight_box = lies.shape(n, k), (_BK if lies.transposed else 32 * shape.groups, _BK)
+        self.weight_rows, columns = lies.shape(n, k)
+        box = (_BK if lies.transposed else 32 * shape.groups, _BK)
+        self.x = TensorMap(epilogue.dtype, k, k, (shape.tokens, _BK))
+        self.weights = [TensorMap(epilogue.dtype, columns, lies.step, box) for _ in range(2)]
         self.pointers = (ctypes.c_void_p * 3)()
         self.numbers = (ctypes.c_int * 3)(0, n, k)
         pointers, numbers = ctypes.addressof(self.pointers), ctypes.addressof(self.numbers)
-        addresses = [*(m.address for m in self.maps), *(pointers + 8 * i for i in range(3))]
+        addresses = [*(m.address for m in (self.x, *self.weights)), *(pointers + 8 * i for i in range(3))]
         addresses += [numbers + 4 * i for i in range(3)]
         self.launcher = Launcher(kernel(epilogue, shape, lies.transposed, device), addresses)
 
@@ -122,9 +124,9 @@ class Launch:
             return False
         bias_pointers = (0 if bias0 is None else bias0.data_ptr(), 0 if bias1 is None else bias1.data_ptr())
         with self.lock:
-            self.maps[0].encode(pointers[0], self.dtype, (rows, self.k), self.k, (self.tokens, _BK), 128)
-            for i in (1, 2):
-                self.maps[i].encode(pointers[i], self.dtype, self.weight, self.step, self.weight_box, 128)
+            self.x.encode(pointers[0], rows)
+            self.weights[0].encode(pointers[1], self.weight_rows)
+            self.weights[1].encode(pointers[2], self.weight_rows)
             self.pointers[0] = out.data_ptr()
             self.pointers[1], self.pointers[2] = bias_pointers
             self.numbers[0] = rows
