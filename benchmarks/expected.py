@@ -1,7 +1,8 @@
 """How far is the implementation that is expected to be fastest from the one that is: ``python -m benchmarks.expected``.
 
 On a GPU, bfloat16: both operators of gated MLPs, at the sizes of the suites ``mlp`` and ``sweep``. What is expected is
-what a first call takes where nothing was measured. Times are the chooser's own, of calls in turns.
+what a first call takes where nothing was measured. Times are the chooser's own, of calls in turns, and those that it
+has measured before.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import fxfuse
 from benchmarks import gpu
 from fxfuse import ops, tuning
 from fxfuse.bench.progress import Progress
-from fxfuse.report import Report
 
 DECODE = tuple(gpu.Size(rows, 4096, 14336) for rows in (1, 4, 16, 64))
 SIZES = (*gpu.PREFILL, *DECODE, *gpu.SWEEP)
@@ -24,10 +24,10 @@ SIZES = (*gpu.PREFILL, *DECODE, *gpu.SWEEP)
 def rows_of(size: gpu.Size) -> list[tuple[float, list[str]]]:
     """By operator: the time of what is expected by that of the fastest, and the row that tells it."""
     target = gpu.target("geglu", gpu.GATED["geglu"], size)
-    with torch.inference_mode():
-        optimized = fxfuse.optimize(target.model, *target.args, tune="off")
+    optimized = fxfuse.optimize(target.model, target.args, tune="off")
+    with torch.no_grad():
         found = tuning.of_graph(fxfuse.graphs(optimized)[""], target.args)
-        told = tuning.measure(found, Report(), pack=False, again=True)
+    told = tuning.measure(found, fxfuse.report(optimized), pack=False)
     rows = []
     for places, measured in zip(found.values(), told, strict=True):
         expected = ops.expected(places.target, places.tensors[0], places.rest)
