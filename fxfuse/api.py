@@ -12,7 +12,7 @@ import torch
 from torch import fx, nn
 
 from fxfuse import engine, errors, tuning
-from fxfuse.capture import build, copies
+from fxfuse.capture import build, copies, linears
 from fxfuse.capture import region as regions
 from fxfuse.capture.body import copied
 from fxfuse.capture.installed import Installed
@@ -97,7 +97,8 @@ def _optimize_graph(gm: fx.GraphModule, example: build.Example, options: Options
         except Exception as error:  # choices are never needed
             report.notes.append(f"nothing was measured: the run for it raised {type(error).__name__}: {error}")
         else:
-            tuning.measure(found, report, pack=False)
+            with report.timed("tune"):
+                tuning.measure(found, report, pack=False)
     return new, report
 
 
@@ -125,12 +126,16 @@ def rewrite(
         name: Fact.of(v) if isinstance(v, torch.Tensor) else v for name, v in zip(placeholders, values, strict=False)
     }
     before = len(new.graph.nodes)
-    # Nothing stands round a graph that would notice a module in training mode, or arguments of other shapes.
-    normalised(new, training=True)
-    rewriting = engine.run(new, DEFAULT, options, "", facts, checked=False)
+    with report.timed("rewrite"):
+        kept = {m for path, m in gm.named_modules() if options.exclude.intersection((path, type(m).__name__))}
+        # Nothing stands round a graph that would notice a module in training mode, or arguments of other shapes.
+        normalised(new, training=True, kept=kept)
+        rewriting = engine.run(new, DEFAULT, options, "", facts, checked=False)
     report.events = rewriting.events
     report.regions.append(RegionInfo("", type(gm).__name__, before, len(new.graph.nodes), installed=True))
     report.coverage.seen = report.coverage.captured = sum(type(m) is nn.Linear for m in gm.modules())
+    report.linears = linears.of_graph(new, gm, rewriting.events)
+    linears.complete(gm, report)
     return new, report
 
 

@@ -21,7 +21,7 @@ from fxfuse.match import Match, NoMatch, unify
 from fxfuse.options import Options
 from fxfuse.report import Event
 from fxfuse.rule import Rule
-from fxfuse.spellings import spell
+from fxfuse.spellings import may_spell, spell
 
 SWEEPS = 16
 """A rule whose own replacement keeps matching it is stopped after this many sweeps and named in the error."""
@@ -113,14 +113,16 @@ class _Run:
 
     def apply(self, rule: Rule) -> None:
         alternatives = rule.alternatives()
+        roots = {op.name for pattern in alternatives for op in pattern.ops}
         for _ in range(SWEEPS):
             # Program order, so that inner matches come first; on a list, since rewriting inserts nodes.
-            if not sum(self.attempt(rule, alternatives, node) for node in list(self.gm.graph.nodes)):
+            nodes = [node for node in self.gm.graph.nodes if may_spell(node, roots)]
+            if not sum(self.attempt(rule, alternatives, node) for node in nodes):
                 break
             self.drop_dead()
+            self.lint(rule.form)
         else:
             raise errors.rewrite_failed(rule.form, RuntimeError(f"it still found work after {SWEEPS} sweeps"))
-        self.lint(rule.form)
 
     def lint(self, name: str) -> None:
         try:

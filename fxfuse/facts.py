@@ -6,7 +6,10 @@ only for that example: a rule that decides by it must turn it into an assumption
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +42,27 @@ class Fact:
 def without_data(tensor: torch.Tensor) -> torch.Tensor:
     """One like it under a FakeTensorMode; made afresh, since a converter would keep weak references to parameters."""
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+
+
+_LOG = logging.getLogger("torch._subclasses.fake_tensor")
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Keeps out of torch's log that an operator did not run without data: then its value is unknown, and that is all.
+
+    Some do not that run on real tensors, such as ``torch._grouped_mm`` in float32 on the CPU.
+    """
+    thread = threading.get_ident()
+
+    def by_others(record: logging.LogRecord) -> bool:
+        return record.thread != thread
+
+    _LOG.addFilter(by_others)
+    try:
+        yield
+    finally:
+        _LOG.removeFilter(by_others)
 
 
 class Unknown(Exception):
@@ -97,7 +121,7 @@ class Facts:
             if node.op != "placeholder" and all(arg in self.static for arg in node.all_input_nodes):
                 self.static.add(node)
         run = Propagate(gm, self.examples)
-        with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
+        with torch.no_grad(), quietly(), FakeTensorMode(allow_non_fake_inputs=True):
             run.run(*[None for node in gm.graph.nodes if node.op == "placeholder"])
         self.known = {n: Fact.of(v) for n, v in run.env.items() if isinstance(v, torch.Tensor)}
 

@@ -9,6 +9,7 @@ In float64 eager is the reference: r = e. NaN and inf stand where eager has them
 """
 
 import dataclasses
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -212,6 +213,8 @@ class _Reference(fx.Interpreter):
         self.magnitudes[n] = magnitude
         if n.op in ("call_function", "call_method") and n.args and isinstance(n.args[0], fx.Node) and self._writes(n):
             self.magnitudes[n.args[0]] = magnitude
+        elif n.target is operator.setitem:
+            self._assign(*n.args)
         for done in self.user_to_last_uses.get(n, ()) if n.op != "output" else ():
             self.magnitudes.pop(done, None)  # a whole model's would take its activations' memory many times over
         return value
@@ -250,6 +253,13 @@ class _Reference(fx.Interpreter):
         name = self._op_name(n)
         return name in _OPERATORS or (name.endswith("_") and not name.endswith("__"))
 
+    def _assign(self, written: Any, key: Any, value: Any) -> None:
+        """The items of a tensor that were assigned to have the magnitude of what they hold now."""
+        scale = self.magnitudes[written].clone()  # which may be that of another node as well
+        of_value: Any = fx.map_arg(value, self.magnitudes.__getitem__)
+        scale[self.map_nodes_to_values(key, written)] = of_value if isinstance(of_value, Tensor) else abs(of_value)
+        self.magnitudes[written] = scale
+
     def _from_inputs(self, n: fx.Node) -> Any:
         """The magnitude of n's output where it follows from n's inputs, else None."""
         name = self._op_name(n).strip("_")
@@ -258,7 +268,9 @@ class _Reference(fx.Interpreter):
         if name in _SAME:
             return self._rerun(n, args, kwargs)
         if dataclasses.is_dataclass(n.target):  # a graph builds it from keywords
-            return kwargs
+            # One that is a dict as well holds its fields but for None.
+            is_dict = isinstance(n.target, type) and issubclass(n.target, dict)
+            return {key: scale for key, scale in kwargs.items() if scale is not None} if is_dict else kwargs
         if name == "glu":
             return self._glu(n)
         if name in AMPLIFYING:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, Protocol
 
 from tabulate import tabulate
+
+from fxfuse.folding import folded
 
 SCHEMA = 1
 """Version of the JSON form."""
@@ -138,6 +142,8 @@ class Report:
         self.regions: list[RegionInfo] = []
         self.uncaptured: list[Uncaptured] = []
         self.coverage = Coverage()
+        self.linears: dict[str, str] = {}
+        """Path of each ``nn.Linear`` -> why it is in no fused operator; "" where it is in one."""
         self.calls: dict[str, Calls] = {}
         """Region path -> counts; they go on counting while the model runs."""
         self.measured: list[Measured] = []
@@ -147,7 +153,14 @@ class Report:
         """Options that differ from the defaults, and what they do."""
         self.notes: list[str] = []
         self.seconds: dict[str, float] = {}
-        """Time by stage of optimize()."""
+        """Time by stage of optimize(): those of copy, example, trace, rewrite, check, tune, install that there were."""
+
+    @contextmanager
+    def timed(self, stage: str) -> Iterator[None]:
+        """Count what runs in it towards a stage."""
+        start = time.perf_counter()
+        yield
+        self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - start
 
     @property
     def fused(self) -> list[Event]:
@@ -174,6 +187,7 @@ class Report:
             "regions": [asdict(r) for r in self.regions],
             "uncaptured": [asdict(u) for u in self.uncaptured],
             "coverage": asdict(self.coverage),
+            "linears": self.linears,
             "calls": {path: {**asdict(c), "reasons": dict(c.reasons)} for path, c in self.calls.items()},
             "measured": [asdict(m) for m in self.measured],
             "packed": self.packed and {k: getattr(self.packed, k) for k in ("count", "nbytes", "limit")},
@@ -193,6 +207,12 @@ class Report:
     def __str__(self) -> str:
         return self._render("simple", "")
 
+    def explained(self) -> str:
+        """The text, and of each ``nn.Linear`` that is in no fused operator why."""
+        unfused = ([path or ".", why] for path, why in self.linears.items() if why)
+        parts = _table("simple", "Linears in no fused operator", ["Linear", "why"], unfused, [0])
+        return "\n\n".join([str(self), *parts])
+
     def __repr__(self) -> str:
         return f"<fxfuse report of {self.model}: {len(self.fused)} fused, {len(self.kept)} kept>"
 
@@ -206,15 +226,14 @@ class Report:
             + ("s" if len(self.regions) != 1 else "")
         ]
 
-        def table(title: str, head: list[str], rows: Iterable[Iterable[Any]]) -> None:
-            rows = [list(row) for row in rows]
-            if rows:
-                parts.append(f"{mark}{title}\n" + tabulate(rows, headers=head, tablefmt=style, disable_numparse=True))
+        def table(title: str, head: list[str], rows: Iterable[list[str]], paths: Sequence[int] = ()) -> None:
+            parts.extend(_table(style, f"{mark}{title}", head, rows, paths))
 
         table(
             "fused",
             ["rule", "region", "nodes", "source", "result"],
             ([e.rule, e.region or ".", ", ".join(e.nodes), short_source(e.source), e.reason] for e in self.fused),
+            [1],
         )
         table(
             "lowered (one op, a faster implementation)",
@@ -224,19 +243,25 @@ class Report:
                 for e in self.events
                 if e.kind == "lowered"
             ),
+            [1],
         )
         table(
             "kept",
             ["rule", "region", "node", "source", "reason"],
             ([e.rule, e.region or ".", ", ".join(e.nodes), short_source(e.source), e.reason] for e in self.kept),
+            [1],
         )
         table(
-            "not captured", ["module", "class", "reason"], ([u.path or ".", u.kind, u.reason] for u in self.uncaptured)
+            "not captured",
+            ["module", "class", "reason"],
+            ([u.path or ".", u.kind, u.reason] for u in self.uncaptured),
+            [0],
         )
         table(
             "regions left as they were",
             ["region", "class", "note"],
             ([r.path or ".", r.kind, r.note] for r in self.regions if not r.installed),
+            [0],
         )
         table("implementations, measured", MEASURED_HEAD, (m.row() for m in self.measured))
         if self.packed:
@@ -250,20 +275,35 @@ class Report:
             (
                 [
                     path or ".",
-                    f"{c.fused}, {c.replayed} replayed" if c.replayed else c.fused,
-                    c.plain,
-                    c.fallback,
+                    f"{c.fused}, {c.replayed} replayed" if c.replayed else str(c.fused),
+                    str(c.plain),
+                    str(c.fallback),
                     "; ".join(f"{why} ({n})" for why, n in c.reasons.most_common()),
                 ]
                 for path, c in self.calls.items()
                 if c.fused or c.plain or c.fallback
             ),
+            [0],
         )
         if self.options:
             parts.append(f"{mark}options\n" + "\n".join(self.options))
         if self.notes:
             parts.append(f"{mark}notes\n" + "\n".join(self.notes))
+        if self.seconds:
+            stages = ", ".join(f"{stage} {seconds * 1e3:.0f}" for stage, seconds in self.seconds.items())
+            parts.append(f"{mark}time taken, ms\n{stages}")
         return "\n\n".join(parts)
+
+
+def _table(style: str, title: str, head: list[str], rows: Iterable[list[str]], paths: Sequence[int]) -> list[str]:
+    """A titled table, or nothing without rows. Equal rows of a model's layers are one, with how often it comes."""
+    found = folded(list(rows), paths=paths)
+    if not found:
+        return []
+    body = [row for _, row in found]
+    if any(count > 1 for count, _ in found):
+        head, body = ["times", *head], [[str(count), *row] for count, row in found]
+    return [f"{title}\n" + tabulate(body, headers=head, tablefmt=style, disable_numparse=True)]
 
 
 def short_source(source: str) -> str:

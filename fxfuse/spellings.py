@@ -7,7 +7,7 @@ settled here and nowhere else. Modules are spelled as functions of their paramet
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -235,12 +235,7 @@ _KEYWORD_ALIASES = {"mat2": "other", "tensors": "input", "self": "input", "x": "
 
 def spell(node: Any) -> Call | None:
     """Read a node as one of ``OPS``, or None where it is something else."""
-    if not isinstance(node, fx.Node):
-        return None
-    spellings: Mapping[Any, tuple[Op, bool]] = (
-        _BY_FUNCTION if node.op == "call_function" else _BY_METHOD if node.op == "call_method" else {}
-    )
-    found = spellings.get(node.target)
+    found = _spelling(node) if isinstance(node, fx.Node) else None
     if found is None:
         return None
     op, writes = found
@@ -251,6 +246,22 @@ def spell(node: Any) -> Call | None:
     if op.name in ("clamp", "clamp_min") and args["min"] == 0 and args.get("max") is None:
         op, args = OPS["relu"], {"input": args["input"]}
     return Call(op, node, args, writes)
+
+
+def _spelling(node: fx.Node) -> tuple[Op, bool] | None:
+    """The op that a node's target spells, and whether in place."""
+    spellings: Mapping[Any, tuple[Op, bool]] = (
+        _BY_FUNCTION if node.op == "call_function" else _BY_METHOD if node.op == "call_method" else {}
+    )
+    return spellings.get(node.target)
+
+
+def may_spell(node: fx.Node, names: Collection[str]) -> bool:
+    """Whether ``spell`` may read a node as an op of one of these names: told by its target alone, which is quick."""
+    found = _spelling(node)
+    if found is None:
+        return False
+    return found[0].name in names or (found[0].name in ("clamp", "clamp_min") and "relu" in names)
 
 
 def _named(op: Op, node: fx.Node) -> dict[str, Any] | None:

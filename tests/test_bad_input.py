@@ -152,7 +152,8 @@ def test_a_forward_that_raises(x):
         optimized = fxfuse.optimize(model, x)
     assert (model.count, model.seen, model.total.item()) == (0, [], 0)
     report = fxfuse.report(optimized)
-    assert [(u.path, u.reason) for u in report.uncaptured] == [("", "not today (ValueError)")]
+    place = f"test_bad_input.py:{Raising.forward.__code__.co_firstlineno + 4}"
+    assert [(u.path, u.reason) for u in report.uncaptured] == [("", f"not today (ValueError, {place})")]
     assert [e.region for e in report.fused] == ["mlp"]
     with pytest.raises(ValueError, match="not today"):
         optimized(x)

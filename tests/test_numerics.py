@@ -1,10 +1,12 @@
 import dataclasses
 import math
+import operator
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
 
 from fxfuse.numerics import excess, judge, reference
 
@@ -230,6 +232,48 @@ def test_an_in_place_op_changes_the_magnitude_of_what_it_wrote_to():
     r, magnitude = reference(fx.GraphModule({}, graph), (A, B, M))
     torch.testing.assert_close(r, A.double() + B.double())
     torch.testing.assert_close(magnitude, 2 * a + b)
+
+
+@dataclasses.dataclass
+class Output(dict):
+    """As those of transformers: a dict of the fields that are not None, which pytree takes apart."""
+
+    logits: Tensor | None = None
+    states: Tensor | None = None
+
+    def __post_init__(self):
+        self.update({name: value for name, value in vars(self).items() if value is not None})
+
+
+def test_a_dataclass_that_is_a_dict_is_judged_by_its_items():
+    def opened(output):
+        return list(output.values()), list(output)
+
+    pytree.register_pytree_node(Output, opened, lambda values, names: Output(**dict(zip(names, values, strict=True))))
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    none = graph.call_function(operator.getitem, ((None,), 0))
+    output = graph.call_function(Output, (), {"logits": graph.call_function(torch.mul, (x, 2.0)), "states": none})
+    graph.output(output)
+    r, magnitude = reference(fx.GraphModule({}, graph), (A,))
+    assert judge(Output(A * 2), Output(A * 2), r, magnitude)
+    assert not judge(Output(A * 2 + 1), Output(A * 2), r, magnitude)
+
+
+@pytest.mark.parametrize("of_tensor", [True, False])
+def test_an_assignment_changes_the_magnitude_of_items(of_tensor):
+    graph = fx.Graph()
+    x, y, _ = (graph.placeholder(name) for name in "xyw")
+    h = graph.call_function(torch.zeros_like, (x,))
+    product = graph.call_function(torch.mul, (y, -3.0))
+    mask = graph.call_function(torch.gt, (y, 0.0))
+    graph.call_function(operator.setitem, (h, slice(0, 2), graph.call_function(operator.getitem, (product, slice(2)))))
+    graph.call_function(operator.setitem, (h, mask, graph.call_function(torch.sum, (x,)) if of_tensor else -5.0))
+    graph.output(h)
+    r, magnitude = reference(fx.GraphModule({}, graph), (A, B, M))
+    expected = torch.where(torch.arange(6)[:, None] < 2, 6 * b, 0.0)
+    torch.testing.assert_close(magnitude, expected.masked_fill(B > 0, a.sum() if of_tensor else 5.0))
+    torch.testing.assert_close(r[B > 0], torch.full_like(r[B > 0], A.double().sum() if of_tensor else -5.0))
 
 
 def test_leaf_modules_and_attributes():

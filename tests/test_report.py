@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+import time
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import fx, nn
 
 import fxfuse
 from fxfuse.report import SCHEMA, Event, Report
@@ -119,6 +120,81 @@ def test_what_is_not_captured_has_a_reason():
     assert uncaptured.kind == "Looks"
     assert "not known before the call" in uncaptured.reason
     assert "not captured" in str(report)
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(6), nn.Linear(6, 12), nn.Linear(12, 6)
+        self.side = nn.Linear(6, 6)
+
+    def forward(self, x):
+        h = self.up(self.norm(x))
+        return x + self.down(F.gelu(h)) + h.mean() + F.relu(self.side(x))
+
+
+class Layers(nn.Module):
+    def __init__(self, looks):
+        super().__init__()
+        self.looks, self.layers, self.head = looks, nn.ModuleList(Block() for _ in range(12)), nn.Linear(6, 3)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x) if not self.looks or x.sum() < 1e9 else x
+
+
+def row_of(text, *cells):
+    """The cells of the one line in which these stand."""
+    (line,) = [line for line in text.splitlines() if all(cell in line for cell in cells)]
+    return re.split(r"  +", line.strip().strip("|").strip())
+
+
+@pytest.mark.parametrize("looks", [False, True], ids=["one region", "a region a layer"])
+def test_equal_rows_of_layers_are_one(looks):
+    optimized = fxfuse.optimize(Layers(looks).eval(), randn(1, 2, 6), tune="off")
+    report = fxfuse.report(optimized)
+    with torch.no_grad():
+        optimized(randn(1, 2, 6))
+    text = str(report)
+    assert (len(report.kept), len(report.fused)) == (12, 12), "as data they are all there"
+    assert len(json.loads(report.to_json())["events"]) == len(report.events)
+    region, node, read = ("layers.{0..11}", "gelu", "mean") if looks else (".", "gelu*", "mean*")
+    reason = f"{'up' if looks else 'layers_{0..11}_up'} is read by {read} as well"
+    source = f"test_report.py:{Block.forward.__code__.co_firstlineno + 1}: h = self.up(self.norm(x))"
+    assert row_of(text, "is read by") == ["12", "linear_act", region, node, source, reason]
+    assert "layers.3" not in text
+    assert "layers.3" not in report.to_markdown()
+    calls = text.partition("calls since")[2]
+    assert row_of(calls, region) == (["12", region, "1", "0", "0"] if looks else [region, "1", "0", "0"])
+
+
+def test_without_equal_rows_there_is_no_count(report):
+    assert "times " not in str(report)
+
+
+def test_stages_have_their_times(model):
+    start = time.perf_counter()
+    report = fxfuse.report(fxfuse.optimize(model, (randn(3, 4, 6),), tune="off"))
+    whole = time.perf_counter() - start
+    assert [*report.seconds] == ["copy", "example", "trace", "rewrite", "check", "install"]
+    assert all(seconds > 0 for seconds in report.seconds.values())
+    assert sum(report.seconds.values()) <= whole
+    shown = str(report).partition("time taken, ms\n")[2]
+    assert [stage.split()[0] for stage in shown.split(", ")] == [*report.seconds]
+    assert "## time taken, ms\ncopy" in report.to_markdown()
+    assert json.loads(report.to_json())["seconds"] == report.seconds
+    assert [*fxfuse.report(fxfuse.optimize(model)).seconds] == ["copy", "trace", "rewrite", "install"]
+
+
+def test_stages_of_a_function_and_of_a_graph():
+    def function(x, w, b):
+        return torch.relu(x @ w + b)
+
+    given = (randn(1, 2, 4), randn(2, 4, 4), randn(3, 4))
+    stages = [*fxfuse.report(fxfuse.optimize(function, given, tune="off")).seconds]
+    assert stages == ["example", "trace", "rewrite", "check", "install"]
+    assert [*fxfuse.rewrite(fx.symbolic_trace(function))[1].seconds] == ["rewrite"]
 
 
 def test_an_empty_report_prints():

@@ -13,7 +13,7 @@ from fxfuse.normalise import normalise
 from fxfuse.ops.activations import ACTIVATIONS as IMPLEMENTED
 from fxfuse.ops.activations import activation as implementation
 from fxfuse.pattern import Builder
-from fxfuse.spellings import ACTIVATIONS, MODULES, OPS, activation, spell
+from fxfuse.spellings import ACTIVATIONS, MODULES, OPS, activation, may_spell, spell
 from tests.conftest import randn
 
 
@@ -42,6 +42,23 @@ def test_every_spelling_is_of_one_op(op):
     for target in op.inplace:
         call = spell(node("call_method" if isinstance(target, str) else "call_function", target, *arguments))
         assert (call.name, call.writes) == (op.name, True), target
+
+
+@pytest.mark.parametrize("op", OPS.values(), ids=OPS)
+def test_what_may_be_spelled_is_told_by_the_target(op):
+    others = OPS.keys() - {op.name} - ({"relu"} if op.name.startswith("clamp") else set())
+    calls = [("call_function", f) for f in op.functions] + [("call_method", name) for name in op.methods]
+    for kind, target in calls:
+        assert may_spell(node(kind, target, "x"), {op.name})
+        assert not may_spell(node(kind, target, "x"), others)
+    assert not may_spell(node("placeholder", op.name), {op.name})
+
+
+@pytest.mark.parametrize("call", [("clamp", "x", 0), ("clamp_min", "x", 0)])
+def test_a_clamp_may_be_a_relu(call):
+    clamp = node("call_method", *call)
+    assert spell(clamp).name == "relu"
+    assert may_spell(clamp, {"relu"})
 
 
 @pytest.mark.parametrize("op", OPS.values(), ids=OPS)

@@ -25,7 +25,7 @@ _CONSTANTS = (
     torch.layout,
     enum.Enum,
 )
-_TAKEN = frozenset({"any", "getattr", "len", "list", "str", "tuple", "type"})
+_TAKEN = frozenset({"any", "dict", "getattr", "len", "list", "str", "tuple", "type"})
 """Built-in names in generated code; every other name of its own there begins with ``fx_``."""
 P = inspect.Parameter
 
@@ -52,6 +52,8 @@ class Recorded:
                 return Fact.of(value)
             if _is_constant(value):
                 return value
+            if _is_named(value):
+                return {key: note(v) for key, v in value.items()}
             return tuple(map(note, value)) if type(value) is tuple else Handed(type(value))
 
         return Recorded(tuple(map(note, args)), {k: note(v) for k, v in kwargs.items()})
@@ -66,13 +68,16 @@ class Arguments:
     free: dict[str, str] = field(default_factory=dict)
     """placeholder name -> Python expression for it in the scope of the parameters."""
     handed: dict[str, tuple[str, type]] = field(default_factory=dict)
-    """placeholder name -> Python expression and class of what the trace may only hand on."""
+    """placeholder name -> Python expression and class of what the trace may only hand on, dicts among it."""
     constants: dict[str, Any] = field(default_factory=dict)
     """Python expression -> the value that the trace took it to have."""
     counts: dict[str, int] = field(default_factory=dict)
     """Name of *args -> how many the trace took there to be."""
-    tuples: dict[str, int] = field(default_factory=dict)
-    """Python expression of an argument that is a tuple -> how many elements; each is an argument by itself."""
+    nested: dict[str, int | tuple[str, ...]] = field(default_factory=dict)
+    """Python expression of an argument that is a tuple or dict -> how many elements, or the keys in their order.
+
+    Each element is an argument by itself. What holds another comes first.
+    """
     keys: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """Name of **kwargs -> the keywords that the trace took there to be, in their order: a forward may go by it."""
     facts: dict[str, Fact] = field(default_factory=dict)
@@ -83,13 +88,20 @@ class Arguments:
         """Placeholder name -> Python expression for it, in the order of the graph."""
         return {**self.free, **{name: expression for name, (expression, _) in self.handed.items()}}
 
-    def call(self, placeholder: Callable[[str], Any]) -> tuple[tuple, dict[str, Any]]:
-        """Arguments to trace the forward with."""
+    def call(
+        self, placeholder: Callable[[str], Any], given: Callable[[dict[str, Any], Any], None] = lambda *_: None
+    ) -> tuple[tuple, dict[str, Any]]:
+        """Arguments to trace the forward with. ``given`` gets each dict among them, and its own placeholder."""
         made = {expression: placeholder(name) for name, expression in self.placeholders.items()}
 
         def value(expression: str) -> Any:
-            if expression in self.tuples:
-                return tuple(value(f"{expression}[{i}]") for i in range(self.tuples[expression]))
+            elements = self.nested.get(expression)
+            if isinstance(elements, int):
+                return tuple(value(f"{expression}[{i}]") for i in range(elements))
+            if elements is not None:
+                opened = {key: value(_item(expression, key)) for key in elements}
+                given(opened, made[expression])
+                return opened
             return made[expression] if expression in made else self.constants[expression]
 
         args: list[Any] = []
@@ -138,6 +150,7 @@ def plan(forward: Callable[..., Any], recorded: Recorded | None) -> Arguments:
         elif name in given:
             _decide(plan, name, name, given[name])
         elif parameter.default is P.empty:
+            _name(plan, name)
             plan.free[name] = name
         else:
             _decide(plan, name, name, parameter.default)
@@ -153,17 +166,35 @@ def _decide(plan: Arguments, placeholder: str, expression: str, value: Any) -> N
     if not placeholder.isidentifier():
         raise Untraceable(f"its argument {expression} has a name that is no identifier")
     if isinstance(value, (Fact, torch.Tensor)):
+        _name(plan, placeholder)
         plan.free[placeholder] = expression
         plan.facts[placeholder] = value if isinstance(value, Fact) else Fact.of(value)
     elif _is_constant(value):
         # A list of its own: the caller's may change.
         plan.constants[expression] = list(value) if isinstance(value, list) else value
     elif type(value) is tuple:
-        plan.tuples[expression] = len(value)
+        plan.nested[expression] = len(value)
         for i, element in enumerate(value):
             _decide(plan, f"{placeholder}_{i}", f"{expression}[{i}]", element)
+    elif _is_named(value):
+        plan.nested[expression] = tuple(value)
+        _name(plan, placeholder)
+        plan.handed[placeholder] = expression, dict
+        for key, element in value.items():
+            _decide(plan, f"{placeholder}_{key}", _item(expression, key), element)
     else:
+        _name(plan, placeholder)
         plan.handed[placeholder] = expression, value.kind if isinstance(value, Handed) else type(value)
+
+
+def _name(plan: Arguments, placeholder: str) -> None:
+    if placeholder in plan.free or placeholder in plan.handed:
+        raise Untraceable(f"two of its arguments would be called {placeholder} in a graph")
+
+
+def _is_named(value: Any) -> bool:
+    """Whether a value is a dict as of keyword arguments."""
+    return type(value) is dict and all(type(key) is str and key.isidentifier() for key in value)
 
 
 def _is_constant(value: Any) -> bool:

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import fx
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fxfuse.capture.value import Untraceable
@@ -56,8 +57,15 @@ def patches(answers: dict[str, Any]) -> dict[int, Callable[..., Any]]:
 
         return asked
 
+    def is_autocast_enabled(*args: Any, **kwargs: Any) -> bool:
+        # Of a device that is a value of the graph, torch's parser would refuse the name.
+        named = any(isinstance(v, fx.Proxy) for v in (*args, *kwargs.values()))
+        return False if named else torch_is_autocast_enabled(*args, **kwargs)
+
     # As they are now: Dynamo replaces some of them when it is imported.
-    return {id(vars(torch)[name]): wrap(name, vars(torch)[name]) for name in (*ANSWERED, *_REFUSED)}
+    torch_is_autocast_enabled = vars(torch)["is_autocast_enabled"]
+    answering = {id(torch_is_autocast_enabled): is_autocast_enabled}
+    return answering | {id(vars(torch)[name]): wrap(name, vars(torch)[name]) for name in (*ANSWERED, *_REFUSED)}
 
 
 class RandomStates:

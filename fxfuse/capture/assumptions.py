@@ -105,9 +105,11 @@ def of_arguments(
         scope[constant] = keys
         why = f"f'expected {{{constant}}} in **{name}, found {{tuple({name})}}'"
         checks.append(Check(f"tuple({name}) == {constant}", "fallback", why))
-    for expression, count in arguments.tuples.items():
-        why = f"f'argument {_quoted(expression)}: expected a tuple of {count}, found {{fx_describe({expression})}}'"
-        checks.append(Check(f"type({expression}) is tuple and len({expression}) == {count}", "fallback", why))
+    for expression, elements in arguments.nested.items():
+        cls, told = ("tuple", "len") if isinstance(elements, int) else ("dict", "tuple")
+        shown = f"{_quoted(expression)}: expected a {cls} of {_quoted(repr(elements))}"
+        why = f"f'argument {shown}, found {{fx_describe({expression})}}'"
+        checks.append(Check(f"type({expression}) is {cls} and {told}({expression}) == {elements!r}", "fallback", why))
     for expression, value in arguments.constants.items():
         constant = f"fx_constant_{len(scope)}"
         scope[constant] = value
@@ -386,10 +388,8 @@ def of_like(target: str, name: str, other: str, dtype: str, at: str | None) -> C
 
 def describe(value: Any) -> str:
     """A value in a reason: tensors by their type alone."""
-    if isinstance(value, torch.Tensor):
-        return f"a {type(value).__name__}"
-    text = repr(value)
-    return text if len(text) < 40 else f"a {type(value).__name__}"
+    kind = f"a {type(value).__name__}"
+    return kind if isinstance(value, torch.Tensor) or len(repr(value)) >= 40 else repr(value)
 
 
 SCOPE |= {"fx_describe": describe, "fx_contents": contents, "fx_same": same, "fx_intact": intact}

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import functools
-import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +12,7 @@ import torch
 from torch import nn
 
 from fxfuse import engine, errors, tuning
+from fxfuse.capture import linears
 from fxfuse.capture import region as regions
 from fxfuse.capture.arguments import Recorded, plan
 from fxfuse.capture.body import copied
@@ -21,7 +20,7 @@ from fxfuse.capture.copies import protect
 from fxfuse.capture.installed import Installed
 from fxfuse.capture.record import own, record, undisturbed
 from fxfuse.capture.region import Region
-from fxfuse.capture.rewritten import build_region, gains
+from fxfuse.capture.rewritten import build_regions, gains
 from fxfuse.capture.tracer import trace_function
 from fxfuse.capture.tree import ROOT, copy_tree
 from fxfuse.capture.value import Untraceable
@@ -39,42 +38,43 @@ def optimize_module(model: nn.Module, example: Example, options: Options) -> tup
     """A copy of the module tree (or the tree itself) with the regions that brought something installed on it."""
     errors.refuse_unsupported(model)
     report = Report(type(model).__name__)
-    target = model if options.inplace else copy_tree(model)
-    with _timed(report, "example"):
-        recorded = _record(model, example, report)
+    with report.timed("copy"):
+        target = model if options.inplace else copy_tree(model)
+    recorded = _record(model, example, report)
     wrong: dict[str, str] = {}
     while True:
-        with _timed(report, "trace"):
+        with report.timed("trace"):
             walk = Walk("", target, options, recorded, wrong)
-        report.uncaptured, report.events, report.regions = walk.uncaptured, [], []
-        with _timed(report, "rewrite"):
-            built = [build_region(trace, options, report) for trace in walk.traces]
-        useful = [region for region in built if region is not None]
+        report.uncaptured, report.events, report.regions, report.linears = walk.uncaptured, [], [], {}
+        with report.timed("rewrite"):
+            useful = build_regions(walk.traces, options, report)
         found = tuning.Found()
         if recorded is None or example is None or not (options.check or options.tune == "example"):
             break
-        with _timed(report, "check"):
+        with report.timed("check"):
             differ = differing(target, useful, example, found.watch, options.check)
         if not differ:
             break
         # What lies inside a wrong region may be right by itself, so it gets its own trace.
         wrong |= differ
     _measure(found, options, report)
-    report.packed = _store(options)
-    installed = Installed(report, [], options=options, recorded=recorded)
-    for region in useful:
-        if not _left_to_eager(region.path, found, options, report):
-            installed.add(region)
-    _count_linears(target, walk.traces, report)
-    _list_quantised(target, useful, report)
-    target.__dict__[ROOT] = installed
-    protect(target)
+    with report.timed("install"):
+        report.packed = _store(options)
+        installed = Installed(report, [], options=options, recorded=recorded)
+        for region in useful:
+            if not _left_to_eager(region.path, found, options, report):
+                installed.add(region)
+        _count_linears(target, walk.traces, report)
+        _list_quantised(target, useful, report)
+        linears.complete(target, report)
+        target.__dict__[ROOT] = installed
+        protect(target)
     return target, report
 
 
 def _measure(found: tuning.Found, options: Options, report: Report) -> None:
     if found and options.tune == "example":
-        with _timed(report, "tune"):
+        with report.timed("tune"):
             tuning.measure(found, report, pack=bool(options.pack))
 
 
@@ -101,7 +101,8 @@ def _record(model: nn.Module, example: Example, report: Report) -> dict[str, Rec
     if example is None:
         return None
     try:
-        return record(model, *example)
+        with report.timed("example"):
+            return record(model, *example)
     except Exception as error:  # the forward's own refusal, or a forward that would change the model
         _without_example(model, error, report)
         return None
@@ -118,7 +119,7 @@ def optimize_function(function: Callable[..., Any], example: Example, options: O
     report = Report(getattr(function, "__name__", "function"))
     if example is not None:
         try:
-            with undisturbed():
+            with report.timed("example"), undisturbed():
                 function(*own(example[0]), **own(example[1]))
         except Exception as error:
             _without_example(function, error, report)
@@ -133,22 +134,25 @@ def optimize_function(function: Callable[..., Any], example: Example, options: O
         forward = region.forward
         forward.__dict__["__wrapped__"] = function
         report.packed = _store(options)
-    forward.__dict__[ROOT] = installed = Installed(report, [], options=options)
-    if region is not None:
-        installed.add(region)
+    with report.timed("install"):
+        forward.__dict__[ROOT] = installed = Installed(report, [], options=options)
+        if region is not None:
+            installed.add(region)
     return forward, report
 
 
 def _function_region(function: Callable[..., Any], example: Example, options: Options, report: Report) -> Region | None:
     try:
-        arguments = plan(function, Recorded.of(*example) if example is not None else None)
-        tracer = trace_function(function, arguments, arguments.facts if example is not None else None)
+        with report.timed("trace"):
+            arguments = plan(function, Recorded.of(*example) if example is not None else None)
+            tracer = trace_function(function, arguments, arguments.facts if example is not None else None)
     except Untraceable as refusal:
         report.uncaptured.append(Uncaptured("", "function", str(refusal)))
         return None
-    gm = regions.graph_module(tracer.graph, nn.Module(), tracer.constants)
-    original = copied(gm.graph)
-    rewriting = engine.run(gm, DEFAULT, options, "", arguments.facts)
+    with report.timed("rewrite"):
+        gm = regions.graph_module(tracer.graph, nn.Module(), tracer.constants)
+        original = copied(gm.graph)
+        rewriting = engine.run(gm, DEFAULT, options, "", arguments.facts)
     info = RegionInfo("", "function", len(original.nodes), len(gm.graph.nodes), installed=True)
     report.events, report.regions = rewriting.events, [info]
     if not gains(rewriting, info):
@@ -158,7 +162,8 @@ def _function_region(function: Callable[..., Any], example: Example, options: Op
     )
     if example is not None and (options.check or options.tune == "example"):
         found = tuning.Found()
-        reason = function_differs(region, example, found.watch, options.check)
+        with report.timed("check"):
+            reason = function_differs(region, example, found.watch, options.check)
         if reason:
             report.events, report.regions = [], []
             report.uncaptured.append(Uncaptured("", "function", reason))
@@ -211,10 +216,3 @@ def _below_leaf(name: str, trace: Trace) -> bool:
     relative = name[len(trace.path) :].lstrip(".")
     called = {str(n.target) for n in trace.graph.nodes if n.op == "call_module"}
     return any(relative.startswith(leaf + ".") for leaf in called)
-
-
-@contextmanager
-def _timed(report: Report, stage: str) -> Iterator[None]:
-    start = time.perf_counter()
-    yield
-    report.seconds[stage] = report.seconds.get(stage, 0.0) + time.perf_counter() - start

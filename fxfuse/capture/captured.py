@@ -7,11 +7,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._C._dynamo.guards import _empty_strided_cuda
 from torch.utils import _pytree as pytree
 
 from fxfuse.ops.gpu.copy import Copy
-from fxfuse.ops.gpu.driver import launch_graph
+from fxfuse.ops.gpu.driver import empty_strided, launch_graph
 
 Kind = tuple[Any, ...]
 """What a graph is captured for: of tensors all but their values, other arguments as they are, and settings."""
@@ -88,7 +87,7 @@ class Captured:
         _, copy, lies = output
         if copy is None:
             return None
-        result: Tensor = _empty_strided_cuda(*lies)
+        result = empty_strided(*lies)
         copy.write_to(result.data_ptr(), self.executable)
         return result
 

@@ -6,6 +6,8 @@ Only such a comparison is an assumption, and no device: a model may move from on
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -19,15 +21,17 @@ _KEEPING = frozenset(ACTIVATIONS) | {
     "chunk", "dropout", "reshape", "flatten", "unflatten", "transpose", "permute", "contiguous", "t",
 }  # fmt: skip
 
+Origins = tuple[torch.device, Mapping[tuple[str, str], torch.Tensor]]
+"""Where a value of the example lay, and what it was computed from, by the keys of ``Decisions``."""
 Decisions = dict[tuple[str, str], dict[str, bool]]
 """("placeholder", its name) or ("get_attr", path of the tensor) -> names of devices, and whether it lay there."""
 
 
 class Devices:
-    """Where the graph's values lie, as far as its arguments and parameters tell."""
+    """Where the graph's values lie, as far as its arguments and parameters tell, or its example."""
 
-    def __init__(self, root: nn.Module, decisions: Decisions):
-        self.root, self.decisions = root, decisions
+    def __init__(self, root: nn.Module, decisions: Decisions, example: Callable[[fx.Node], Origins | None]):
+        self.root, self.decisions, self.example = root, decisions, example
 
     def decide(self, node: fx.Node) -> bool | None:
         """The truth of a comparison of a device's type with a name; None where the node is something else."""
@@ -38,13 +42,22 @@ class Devices:
         if owner is None or not isinstance(name, str):
             return None
         source = self.source(owner)
-        if source is None:
+        device = self.device(*source) if source is not None else None
+        is_there = self.in_example(owner, name) if device is None else self.assume(source, name, device)
+        return None if is_there is None else is_there == _COMPARISONS[node.target]
+
+    def assume(self, source: Any, name: str, device: torch.device) -> bool:
+        return self.decisions.setdefault(source, {}).setdefault(name, device.type == name)
+
+    def in_example(self, node: fx.Node, name: str) -> bool | None:
+        """Whether a value lay on such a device. It does again where all that it is computed from lies so again."""
+        found = self.example(node)
+        if found is None:
             return None
-        device = self.device(*source)
-        if device is None:
-            return None
-        self.decisions.setdefault(source, {})[name] = device.type == name
-        return (device.type == name) == _COMPARISONS[node.target]
+        device, origins = found
+        if any(self.assume(source, name, t.device) != (t.device.type == name) for source, t in origins.items()):
+            return None  # an argument had been taken to lie beside the parameters
+        return device.type == name
 
     def source(self, node: fx.Node) -> tuple[str, str] | None:
         """The argument, or tensor of the model, beside which a value lies."""

@@ -54,7 +54,23 @@ class Dtypes:
         found = self.of(side.args[0])
         return self.example(side.args[0]) if found is None else found
 
-    def of(self, node: Any) -> torch.dtype | None:
+    def of(self, node: fx.Node) -> torch.dtype | None:
+        """That of a value. Each node is asked once: with residuals there are more paths than could be walked."""
+        found: dict[fx.Node, torch.dtype | None] = {}
+        pending = [node]
+        while pending:
+            n = pending[-1]
+            own = self.by_itself(n)
+            inputs = n.all_input_nodes if own is None and self.keeps(n) else []
+            unseen = [arg for arg in inputs if arg not in found]
+            if not unseen:
+                found[n] = self.only({found[arg] for arg in inputs}, n) if inputs else own
+                pending.pop()
+            pending += reversed(unseen)
+        return found[node]
+
+    def by_itself(self, node: fx.Node) -> torch.dtype | None:
+        """The dtype of a value that is known without that of what it is computed from."""
         taken = self.of_linears(node)
         if taken is not None:
             return taken
@@ -65,16 +81,19 @@ class Dtypes:
             module = self.root.get_submodule(path)
             value = module._parameters.get(name, module._buffers.get(name))
             return self.assume(node, value.dtype if value is not None else None)
-        inputs = {self.of(arg) for arg in node.all_input_nodes}
+        return None
+
+    def keeps(self, node: fx.Node) -> bool:
+        """Whether a value has the dtype of what it is computed from, if that is one."""
         if node.op == "call_module":
-            module = self.root.get_submodule(str(node.target))
-            if not isinstance(module, (nn.Linear, nn.Dropout, nn.Identity, nn.LayerNorm, *MODULES)):
-                return None
-            inputs |= {parameter.dtype for parameter in module.parameters()}
-        else:
-            call = spell(node)
-            if call is None or call.name not in _KEEPING:
-                return None
+            kinds = (nn.Linear, nn.Dropout, nn.Identity, nn.LayerNorm, *MODULES)
+            return isinstance(self.root.get_submodule(str(node.target)), kinds)
+        call = spell(node)
+        return call is not None and call.name in _KEEPING
+
+    def only(self, inputs: set[torch.dtype | None], node: fx.Node) -> torch.dtype | None:
+        if node.op == "call_module":
+            inputs |= {parameter.dtype for parameter in self.root.get_submodule(str(node.target)).parameters()}
         only = inputs.pop() if len(inputs) == 1 else None
         return only if only is not None and only.is_floating_point else None
 

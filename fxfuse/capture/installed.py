@@ -13,7 +13,7 @@ from fxfuse import errors
 from fxfuse.capture import region as regions
 from fxfuse.capture.arguments import Recorded
 from fxfuse.capture.region import Region
-from fxfuse.capture.rewritten import build_region
+from fxfuse.capture.rewritten import build_regions
 from fxfuse.capture.tracer import LOCK
 from fxfuse.capture.walk import Walk, join
 from fxfuse.ops.prepack import Store
@@ -115,7 +115,7 @@ class Installed:
         found = Report(self.report.model)
         try:
             walk = Walk(region.path, region.owner, self.options, self.recorded, wrong, self.leaves)
-            built = [build_region(trace, self.options, found) for trace in walk.traces]
+            new = build_regions(walk.traces, self.options, found)
         except Exception as error:  # the call that is under way has an answer without
             for old in gone:
                 regions.install(old)
@@ -124,7 +124,6 @@ class Installed:
             return
         if at is None:
             regions.install(region)
-        new = [r for r in built if r is not None]
         self.regions = [r for r in self.regions if r not in gone or (r is region and at is None)]
         for r in new:
             self.add(r)
@@ -145,6 +144,7 @@ class Installed:
         paths = {info.path for info in found.regions}
         stale = [r for r in report.regions if r.path in paths or (_within(r.path, region.path) and not stays)]
         report.regions = [r for r in report.regions if r not in stale] + found.regions
+        report.linears |= {} if stays else found.linears
         listed = {u.path for u in report.uncaptured}
         report.uncaptured += [u for u in walk.uncaptured if u.path not in listed and u.path != region.path]
 

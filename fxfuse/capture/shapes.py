@@ -14,17 +14,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxfuse.capture.terms import Known, apply, broadcast, constant, product, quotient, slice_length, term
-from fxfuse.spellings import MODULES
-
-Sizes = tuple[Known, ...]
+from fxfuse.capture import windows
+from fxfuse.capture.indexing import Sizes, broadcast_all, indexed
+from fxfuse.capture.terms import Known, apply, broadcast, constant, product, quotient, term
 
 _SAME = frozenset({
-    "alpha_dropout", "bfloat16", "bool", "clone", "contiguous", "cpu", "cuda", "cumsum", "cumprod", "detach", "double",
-    "dropout", "dropout1d", "dropout2d", "dropout3d", "fill_", "flip", "float", "half", "int", "group_norm",
-    "layer_norm", "local_response_norm", "log_softmax", "long", "normalize", "ones_like", "rand_like", "randn_like",
-    "empty_like", "full_like", "zeros_like", "requires_grad_", "rms_norm", "roll", "softmax", "softmin", "to", "tril",
-    "triu", "type", "type_as", "zero_",
+    "alpha_dropout", "argsort", "batch_norm", "bfloat16", "bool", "clone", "contiguous", "cpu", "cuda", "cumprod",
+    "cumsum", "detach", "double", "dropout", "dropout1d", "dropout2d", "dropout3d", "empty_like", "fill_", "flip",
+    "float", "full_like", "group_norm", "half", "int", "layer_norm", "local_response_norm", "log_softmax", "long",
+    "normalize", "ones_like", "rand_like", "randn_like", "requires_grad_", "rms_norm", "roll", "softmax", "softmin",
+    "to", "tril", "triu", "type", "type_as", "zero_", "zeros_like",
 })  # fmt: skip
 _POINTWISE = {"truediv": "div", "floordiv": "floor_divide", "mod": "remainder", "invert": "bitwise_not"}
 _POINTWISE |= {"and_": "bitwise_and", "or_": "bitwise_or", "xor": "bitwise_xor", "masked_fill": "where"}
@@ -49,10 +48,10 @@ def rule_of(target: Any) -> Callable[..., Any] | None:
     if name in _OF_SIZE:
         return _of_size
     if name in {f"new_{kind}" for kind in _OF_SIZE}:
-        return lambda input, *sizes, **_: _of_size(*sizes)
+        return lambda input, *sizes, size=None, **_: _of_size(*sizes, size=size)
     plain = name.removesuffix("_") if name not in _POINTWISE else name
     plain = plain[1:] if vars(operator).get(name) is target and name[1:] in vars(operator) else plain
-    return _broadcast if _is_pointwise(_POINTWISE.get(plain, plain)) else None
+    return broadcast_all if _is_pointwise(_POINTWISE.get(plain, plain)) else None
 
 
 @functools.cache
@@ -61,10 +60,29 @@ def _is_pointwise(name: str) -> bool:
     return packet is not None and any(torch.Tag.pointwise in getattr(packet, o).tags for o in packet.overloads())
 
 
-def rule_of_module(cls: type[nn.Module]) -> Callable[..., Any] | None:
-    """The same for a class of torch.nn without a matrix."""
-    kinds = (nn.Dropout, nn.Identity, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.Softmax, *MODULES)
-    return _same if issubclass(cls, kinds) and cls is not nn.GLU else None
+def rule_of_module(cls: type[nn.Module], module: nn.Module) -> Callable[..., Any] | None:
+    """The same for a module of torch.nn, whose class is ``cls``."""
+    name, attributes = attributes_of(cls)
+    if name:
+        weight = module._parameters.get("weight")
+        of_weight = {} if weight is None else {"weight": tuple(map(constant, weight.shape))}
+        return functools.partial(_RULES[name], **of_weight, **{a: module.__dict__[a] for a in attributes})
+    is_activation = cls.__module__ == nn.ReLU.__module__ and cls is not nn.MultiheadAttention
+    return _same if is_activation or issubclass(cls, _KEEPING) else None
+
+
+_KEEPING = (
+    *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.Identity, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm),
+    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d),
+)
+_OF_WEIGHT = {nn.Linear: "linear", nn.Embedding: "embedding"}
+
+
+def attributes_of(cls: type[nn.Module]) -> tuple[str, tuple[str, ...]]:
+    """The function that a module's forward calls, "" for none that is known, and what it gives it of its own."""
+    if cls in _OF_WEIGHT:
+        return _OF_WEIGHT[cls], ()
+    return ("glu", ("dim",)) if cls is nn.GLU else windows.ATTRIBUTES.get(cls, ("", ()))
 
 
 def is_torchs(target: Any) -> bool:
@@ -82,24 +100,22 @@ def _flat(sizes: tuple[Any, ...]) -> list[Any]:
     return list(sizes[0]) if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)) else list(sizes)
 
 
-def _broadcast(*operands: Any, **named: Any) -> Sizes:
-    result: Sizes = ()
-    for sizes in (o for o in (*operands, *named.values()) if isinstance(o, tuple)):
-        rank = max(len(result), len(sizes))
-        one = constant(1)
-        padded = [(one,) * (rank - len(s)) + s for s in (result, sizes)]
-        result = tuple(map(broadcast, *padded))
-    return result
-
-
 def _reduced(input: Sizes, dim: Any = None, keepdim: bool = False, *, pair: bool, axis: Any = None, **_: Any) -> Any:
     dim = axis if dim is None else dim
-    if isinstance(dim, tuple) and any(not isinstance(d, int) for d in dim):  # another tensor: max(a, b)
-        return _broadcast(input, dim)
+    if pair and isinstance(dim, tuple):  # another tensor: max(a, b)
+        return broadcast_all(input, dim)
     dims = range(len(input)) if dim is None else [dim] if isinstance(dim, int) else dim
     gone = {d % len(input) for d in dims}
     sizes = tuple(constant(1) if i in gone else s for i, s in enumerate(input) if keepdim or i not in gone)
     return [sizes, sizes] if pair and dim is not None else sizes
+
+
+def _topk(input: Sizes, k: Any, dim: int = -1, *_: Any, **__: Any) -> list[Sizes]:
+    return [_replaced(input, dim, term(k))] * 2
+
+
+def _sorted(input: Sizes, *_: Any, **__: Any) -> list[Sizes]:
+    return [input, input]
 
 
 def _of_size(*sizes: Any, size: Any = None, **_: Any) -> Sizes:
@@ -223,39 +239,19 @@ def _pieces(input: Sizes, dim: int) -> _Pieces:
 
 
 def _getitem(input: Any, index: Any) -> Any:
-    if isinstance(input, (list, _Pieces)):
-        return input[index]
-    keys = list(index) if isinstance(index, tuple) else [index]
-    if Ellipsis in keys:
-        place = keys.index(Ellipsis)
-        taken = sum(key is not None and key is not Ellipsis for key in keys)
-        keys[place : place + 1] = [slice(None)] * (len(input) - taken)
-    sizes: list[Known] = []
-    rest = list(input)
-    for key in keys:
-        if key is None:
-            sizes.append(constant(1))
-        elif isinstance(key, slice):
-            sizes.append(_sliced(rest.pop(0), key))
-        elif isinstance(key, int) and not isinstance(key, bool):
-            rest.pop(0)
-        else:
-            raise TypeError("indexed by a tensor")
-    return (*sizes, *rest)
+    return input[index] if isinstance(input, (list, _Pieces)) else indexed(input, index)
 
 
-def _sliced(size: Known, key: slice) -> Known:
-    if key == slice(None):
-        return size
-    return apply(slice_length, size, *map(term_or_none, (key.start, key.stop, key.step)))
-
-
-def term_or_none(value: Any) -> Known:
-    return constant(None) if value is None else term(value)
+def _glu(input: Sizes, dim: int = -1) -> Sizes:
+    return _replaced(input, dim, apply(operator.floordiv, input[dim], constant(2)))
 
 
 def _narrow(input: Sizes, dim: int, start: Any, length: Any) -> Sizes:
     return _replaced(input, dim, term(length))
+
+
+def _unfold(input: Sizes, dimension: int, size: int, step: int) -> Sizes:
+    return (*_replaced(input, dimension, windows.count(input[dimension], size, step, 0, 1)), constant(size))
 
 
 def _select(input: Sizes, dim: int, index: Any) -> Sizes:
@@ -277,14 +273,14 @@ def _cat(tensors: Any, dim: int = 0) -> Sizes:
     )
 
 
-def linear(input: Sizes, weight: Sizes, bias: Any = None) -> Sizes:
+def _linear(input: Sizes, weight: Sizes, bias: Any = None) -> Sizes:
     return (*input[:-1], weight[0])
 
 
 def _matmul(input: Sizes, other: Sizes) -> Sizes:
     if len(input) < 2 or len(other) < 2:
         raise TypeError("a vector")
-    return (*_broadcast(input[:-2], other[:-2]), input[-2], other[-1])
+    return (*broadcast_all(input[:-2], other[:-2]), input[-2], other[-1])
 
 
 def _baddbmm(input: Sizes, batch1: Sizes, batch2: Sizes, **_: Any) -> Sizes:
@@ -297,20 +293,24 @@ def _addmm(input: Sizes, mat1: Sizes, mat2: Sizes, **_: Any) -> Sizes:
 
 def _einsum(equation: str, *operands: Any) -> Sizes:
     given, arrow, result = equation.replace(" ", "").partition("->")
-    if not arrow or "." in equation:
+    if not arrow:
         raise TypeError("what it returns is left to be worked out")
     size: dict[str, Known] = {}
+    most = ""
     for letters, sizes in zip(given.split(","), operands, strict=True):
-        for letter, s in zip(letters, sizes, strict=True):
+        # Digits name the dimensions that dots stand for, the last one 0.
+        dots = "9876543210"[10 - (len(sizes) - len(letters.replace("...", ""))) :]
+        most = max(most, dots if "..." in letters else "", key=len)
+        for letter, s in zip(letters.replace("...", dots), sizes, strict=True):
             size[letter] = broadcast(size.get(letter, constant(1)), s)
-    return tuple(size[letter] for letter in result)
+    return tuple(size[letter] for letter in result.replace("...", most))
 
 
 def _attention(query: Sizes, key: Sizes, value: Sizes, *_: Any, **__: Any) -> Sizes:
     return (*query[:-1], value[-1])
 
 
-def embedding(input: Sizes, weight: Sizes, *_: Any, **__: Any) -> Sizes:
+def _embedding(input: Sizes, weight: Sizes, *_: Any, **__: Any) -> Sizes:
     return (*input, weight[-1])
 
 
@@ -322,7 +322,7 @@ def _pad(input: Sizes, pad: Iterable[Any], *_: Any, **__: Any) -> Sizes:
     return tuple(sizes)
 
 
-_RULES: dict[str, Callable[..., Any]] = {
+_RULES: dict[str, Callable[..., Any]] = windows.RULES | {
     "addmm": _addmm,
     "arange": _arange,
     "baddbmm": _baddbmm,
@@ -332,14 +332,15 @@ _RULES: dict[str, Callable[..., Any]] = {
     "chunk": _chunk,
     "concat": _cat,
     "einsum": _einsum,
-    "embedding": embedding,
+    "embedding": _embedding,
     "expand": _expand,
     "flatten": _flatten,
     "full": _full,
     "gather": _gather,
     "getattr": _getattr,
     "getitem": _getitem,
-    "linear": linear,
+    "glu": _glu,
+    "linear": _linear,
     "matmul": _matmul,
     "mm": _matmul,
     "narrow": _narrow,
@@ -351,6 +352,7 @@ _RULES: dict[str, Callable[..., Any]] = {
     "reshape": _reshape,
     "scaled_dot_product_attention": _attention,
     "select": _select,
+    "sort": _sorted,
     "split": _split,
     "split_with_sizes": _split,
     "squeeze": _squeeze,
@@ -358,9 +360,11 @@ _RULES: dict[str, Callable[..., Any]] = {
     "swapaxes": _transpose,
     "swapdims": _transpose,
     "t": _t,
+    "topk": _topk,
     "transpose": _transpose,
     "unbind": _unbind,
     "unflatten": _unflatten,
+    "unfold": _unfold,
     "unsqueeze": _unsqueeze,
     "view": _reshape,
 }

@@ -14,13 +14,13 @@ from torch import fx
 
 from fxfuse.capture import shapes
 from fxfuse.capture.assumed import Assumed, Decision
+from fxfuse.capture.indexing import Indices
 from fxfuse.capture.terms import Known, Term, apply, constant, product, size
 from fxfuse.capture.values import Values
 from fxfuse.capture.watched import own_class
 from fxfuse.facts import Unknown
 
 _NUMBERS = (bool, int, float)
-_OF_MATRIX = {torch.nn.Linear: shapes.linear, torch.nn.Embedding: shapes.embedding}
 
 
 class Sizes:
@@ -65,17 +65,22 @@ class Sizes:
         kwargs: Any = fx.map_arg(node.kwargs, self.known.get)
         if type(value) in _NUMBERS:
             return self._number(node, args)
+        if node.target is operator.getitem:
+            args = args[0], fx.map_arg(node.args[1], self._index)
         if node.op == "call_module":
             module = self.values.root.get_submodule(str(node.target))
-            weight = module._parameters.get("weight")
-            of_matrix: Any = _OF_MATRIX.get(own_class(module))
-            if of_matrix is not None and weight is not None:
-                self.assumed.shapes.add(f"{node.target}.weight")
-                return of_matrix(*args, tuple(map(constant, weight.shape)))
-            rule = shapes.rule_of_module(own_class(module))
+            rule = shapes.rule_of_module(own_class(module), module)
         else:
             rule = shapes.rule_of(node.target)
         return rule(*args, **kwargs) if rule is not None and "out" not in kwargs else None
+
+    def _index(self, node: fx.Node) -> Any:
+        found: Any = self.known.get(node)
+        if isinstance(self.values.get(node), torch.Tensor):
+            return Indices(found)
+        if found is None:  # which would be an index as well
+            raise Unknown
+        return found
 
     def _number(self, node: fx.Node, args: tuple[Any, ...]) -> Known:
         if node.op == "call_method":
@@ -87,11 +92,14 @@ class Sizes:
         operands = [a if isinstance(a, Term) else constant(a) if type(a) in _NUMBERS else None for a in args]
         return apply(node.target, *operands)
 
-    def dtype(self, node: fx.Node) -> torch.dtype | None:
-        """The dtype of a tensor, under the assumption that what it is computed from has the dtypes that it had."""
-        value = self.values.get(node)
-        if not isinstance(value, torch.Tensor) or not self.assume_rank(node):
+    def origins(self, node: fx.Node) -> dict[tuple[str, str], torch.Tensor] | None:
+        """What a tensor is computed from: ("placeholder", name) or ("get_attr", path) -> as it was in the example.
+
+        None where its rank is not settled: what broadcasts against what may tell a dtype and a device.
+        """
+        if not isinstance(self.values.get(node), torch.Tensor) or not self.assume_rank(node):
             return None
+        found: dict[tuple[str, str], torch.Tensor] = {}
         pending, seen = [node], set()
         while pending:
             n = pending.pop()
@@ -100,14 +108,31 @@ class Sizes:
             seen.add(n)
             pending += n.all_input_nodes
             if n.op in ("placeholder", "get_attr"):
-                self.assumed.dtypes[n.op, str(n.target)] = self.values.get(n).dtype
+                found[n.op, str(n.target)] = self.values.get(n)
             elif n.op == "call_module":
                 for name, parameter in self.values.root.get_submodule(str(n.target))._parameters.items():
                     if parameter is not None:
-                        self.assumed.dtypes["get_attr", f"{n.target}.{name}"] = parameter.dtype
+                        found["get_attr", f"{n.target}.{name}"] = parameter
+        return found
+
+    def dtype(self, node: fx.Node) -> torch.dtype | None:
+        """The dtype of a tensor, under the assumption that what it is computed from has the dtypes that it had."""
+        origins = self.origins(node)
+        if origins is None:
+            return None
+        self.assumed.dtypes |= {source: tensor.dtype for source, tensor in origins.items()}
         # What factories make has it, where they are not told another.
         self.assumed.answers["get_default_dtype"] = torch.get_default_dtype()
-        return value.dtype
+        dtype: torch.dtype = self.values.get(node).dtype
+        return dtype
+
+    def device(self, node: fx.Node) -> tuple[torch.device, dict[tuple[str, str], torch.Tensor]] | None:
+        """Where a tensor lay, and what it is computed from."""
+        origins = self.origins(node)
+        if origins is None:
+            return None
+        self.assumed.answers["get_default_device"] = torch.get_default_device()
+        return self.values.get(node).device, origins
 
     # decisions
 
@@ -189,7 +214,17 @@ class Sizes:
                 self.assumed.ranks[str(n.target)] = self.values.get(n).ndim
             elif n.op == "get_attr":
                 self.assumed.shapes.add(str(n.target))
+            elif n.op == "call_module":
+                self._assume_module(str(n.target))
         return True
+
+    def _assume_module(self, path: str) -> None:
+        """Assume what the sizes of its result follow from."""
+        module = self.values.root.get_submodule(path)
+        name, attributes = shapes.attributes_of(own_class(module))
+        self.assumed.attributes |= {(path, attribute) for attribute in attributes}
+        if name and module._parameters.get("weight") is not None:
+            self.assumed.shapes.add(f"{path}.weight")
 
     def _keeps_rank(self, node: fx.Node) -> bool:
         """Whether the ranks of what a node is computed from settle its own."""

@@ -6,7 +6,7 @@ import math
 import operator
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 MAY_RAISE = re.compile(r"[/%]|\*\*|fx_math")
@@ -26,6 +26,8 @@ class Term:
     """What it is in the example."""
     factors: tuple[Term, ...] = ()
     """Of a product: so that one can be divided by another without a remainder."""
+    spread: tuple[Term, ...] = ()
+    """Of sizes that broadcast: so that one of them adds nothing when it is broadcast again."""
 
     @property
     def is_constant(self) -> bool:
@@ -96,6 +98,9 @@ _SYMBOLS: dict[Callable[..., Any], str] = {
 }
 
 
+_COMPARISONS = (operator.lt, operator.le, operator.gt, operator.ge, operator.eq, operator.ne)
+
+
 def slice_length(size: int, start: int | None, stop: int | None, step: int | None) -> int:
     return len(range(size)[start:stop:step])
 
@@ -128,6 +133,10 @@ def apply(function: Callable[..., Any], *operands: Known) -> Known:
     symbol, name = _SYMBOLS.get(function), _FUNCTIONS.get(function)
     if symbol is None and name is None:
         return None
+    if function in (operator.add, operator.sub) and known[1] == constant(0):
+        return known[0]
+    if function in _COMPARISONS and known[0].text == known[1].text:
+        return constant(function(0, 0))
     text = f" {symbol} ".join(o.text for o in known) if symbol else ", ".join(o.text for o in known)
     return _made(f"{name or ''}({text})", function(*(o.value for o in known)), known)
 
@@ -166,6 +175,8 @@ def quotient(whole: Known, part: Known) -> Known:
     dividend, divisor = product(left), product(over)
     if dividend is None or divisor is None or divisor.value == 0:
         return None
+    if divisor.is_constant and divisor.value == 1:
+        return dividend
     if divisor.is_constant:
         for i, factor in enumerate(left):
             if factor.is_constant and factor.value % divisor.value == 0:
@@ -181,4 +192,11 @@ def broadcast(a: Known, b: Known) -> Known:
     for one, other in ((a, b), (b, a)):
         if one is not None and one.is_constant:
             return other if one.value == 1 else one
-    return apply(broadcast_size, a, b)
+    if a is None or b is None:
+        return None
+    ours, theirs = a.spread or (a,), b.spread or (b,)
+    both = tuple(dict.fromkeys((*ours, *theirs)))
+    if len(both) in (len(ours), len(theirs)):
+        return a if len(both) == len(ours) else b
+    made = apply(broadcast_size, a, b)
+    return made if made is None or made.is_constant else replace(made, spread=both)

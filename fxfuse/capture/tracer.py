@@ -15,6 +15,7 @@ import math
 import os
 import sys
 import threading
+import traceback
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack
@@ -23,17 +24,19 @@ from typing import Any, cast
 import torch
 from torch import fx, nn
 from torch.fx._symbolic_trace import _autowrap_check, _new_patcher, _patch_wrapped_functions
+from torch.utils._pytree import tree_leaves
 
 from fxfuse.capture import asked, factories
 from fxfuse.capture.arguments import Arguments
 from fxfuse.capture.assumed import Assumed
-from fxfuse.capture.devices import Devices
+from fxfuse.capture.devices import Devices, Origins
 from fxfuse.capture.dtypes import Dtypes
 from fxfuse.capture.foreign import StandIns
 from fxfuse.capture.names import names_of, tensors_of
 from fxfuse.capture.recording import Recording
+from fxfuse.capture.results import check_result
 from fxfuse.capture.sizes import Sizes
-from fxfuse.capture.tree import changed, hooked, is_opaque, preserved, snapshot
+from fxfuse.capture.tree import changed, contents, hooked, is_opaque, preserved, same, snapshot
 from fxfuse.capture.value import Handed, Number, Shape, Untraceable, Value, finfo, is_instance, is_tensor
 from fxfuse.capture.values import Values
 from fxfuse.capture.watched import TRACER, own_class, watched
@@ -60,7 +63,7 @@ class Tracer(fx.Tracer):
         self.assumed = Assumed()
         known = {name: fact.dtype for name, fact in (facts or {}).items()}
         self.dtypes = Dtypes(root, known, self.assumed.dtypes, self.dtype_in_example)
-        self.devices = Devices(root, self.assumed.devices)
+        self.devices = Devices(root, self.assumed.devices, self.device_in_example)
         self.stand_ins = StandIns(self.assumed, lambda: self.running)
         self.replaced: dict[int, Callable[..., Any]] = {}
         """id of a function of torch -> what a forward finds in its place."""
@@ -82,6 +85,8 @@ class Tracer(fx.Tracer):
         self.patcher: Any = None
         self.handed: dict[str, tuple[str, type]] = {}
         """See ``Arguments.handed``."""
+        self.given: dict[int, tuple[dict[str, Any], dict[str, Any], fx.Proxy]] = {}
+        """id of a dict among the arguments -> it, what it held, and what stands for it where it is handed on."""
 
     # modules
 
@@ -132,6 +137,8 @@ class Tracer(fx.Tracer):
             return self.read(path).node
         if isinstance(a, nn.Module):
             raise Untraceable(f"passes the module {type(a).__name__} to a function")
+        if id(a) in self.given:
+            return self.given[id(a)][2].node
         if type(a).__module__ == "numpy" and hasattr(a, "item"):
             return a.item()
         if isinstance(a, dict) and dataclasses.is_dataclass(a):  # fx would make a plain dict of it
@@ -194,6 +201,9 @@ class Tracer(fx.Tracer):
 
     def dtype_in_example(self, node: fx.Node) -> torch.dtype | None:
         return self.sizes.dtype(node) if self.sizes is not None else None
+
+    def device_in_example(self, node: fx.Node) -> Origins | None:
+        return self.sizes.device(node) if self.sizes is not None else None
 
     def attribute(self, value: fx.Proxy, name: str) -> Any:
         """What ``value.name`` is, where it is no method and known already; None otherwise."""
@@ -270,8 +280,11 @@ def trace_function(
     return tracer
 
 
-def _call_with_placeholders(tracer: Tracer, forward: Callable[..., Any], call: Callable[[Any], Any]) -> Any:
-    args, kwargs = call(lambda name: tracer.create_proxy("placeholder", name, (), {}))
+def _call_with_placeholders(tracer: Tracer, forward: Callable[..., Any], call: Callable[..., Any]) -> Any:
+    def given(opened: dict[str, Any], placeholder: fx.Proxy) -> None:
+        tracer.given[id(opened)] = opened, dict(opened), placeholder
+
+    args, kwargs = call(lambda name: tracer.create_proxy("placeholder", name, (), {}), given)
     return forward(*args, **kwargs)
 
 
@@ -296,7 +309,7 @@ def _run(tracer: Tracer, run: Callable[[], Any], code: Callable[..., Any], alter
             with Recording(tracer):
                 result = run()
             tracer.running = False
-            _check_result(result)
+            check_result(result)
             tracer.create_node("output", "output", (tracer.create_arg(result),), {})
             _drop_decided(tracer)
             _check_handed(tracer)
@@ -334,35 +347,6 @@ def _patch_replaced(tracer: Any, scope: dict[str, Any]) -> None:
             tracer.patcher.patch(scope, name, tracer.replaced[id(value)])
 
 
-def _check_result(result: Any) -> None:
-    """Refuse results that a graph would bring back as something else."""
-    if isinstance(result, fx.Proxy):
-        return
-    if isinstance(result, (tuple, list)) and (type(result) in (tuple, list, torch.Size) or hasattr(result, "_fields")):
-        for value in result:
-            _check_result(value)
-    elif type(result) is dict:
-        for value in result.values():
-            _check_result(value)
-    elif dataclasses.is_dataclass(result) and not isinstance(result, type):
-        if not all(f.init for f in dataclasses.fields(result)) or not _is_of_fields(result):
-            raise Untraceable(f"returns a {type(result).__name__}")
-        for f in dataclasses.fields(result):
-            _check_result(getattr(result, f.name))
-    elif not isinstance(result, (torch.Tensor, int, float, complex, str, bool, torch.dtype, torch.device, type(None))):
-        raise Untraceable(f"returns a {type(result).__name__}")
-
-
-def _is_of_fields(result: Any) -> bool:
-    """Whether a dataclass that is a dict as well holds what a call with its items would: its fields but for None."""
-    if not isinstance(result, dict):
-        return True
-    held = {f.name: getattr(result, f.name) for f in dataclasses.fields(cast(Any, result))}
-    return list(result) == [name for name, value in held.items() if value is not None] and all(
-        result[name] is held[name] for name in result
-    )
-
-
 def _drop_decided(tracer: Tracer) -> None:
     """Take out sizes and comparisons that nothing is computed from."""
     if tracer.sizes is None:
@@ -377,13 +361,30 @@ def _check_handed(tracer: Tracer) -> None:
     for node in tracer.graph.find_nodes(op="placeholder"):
         if node.target in tracer.handed and any(user.op != "call_module" for user in node.users):
             Handed(node, tracer).refuse()
+    for opened, before, handed in tracer.given.values():
+        name = str(handed.node.target)
+        if not same(contents(opened), contents(before)):
+            raise Untraceable(f"changes its argument {tracer.handed[name][0]}")
+        if not handed.node.users:
+            tracer.graph.erase_node(handed.node)
+            del tracer.handed[name]
+        elif any(isinstance(v, fx.Proxy) and v.node.users for v in tree_leaves(before)):
+            Handed(handed.node, tracer).refuse()  # a module that is called may change the dict that it is given
 
 
 def _explain(error: Exception) -> str:
     text = " ".join(str(error).split())
     if isinstance(error, fx.proxy.TraceError):
         text = "decides by a value or size that is not known before the call" if "control flow" in text else text
-    return f"{text[:160]} ({type(error).__name__})" if text else type(error).__name__
+    kind = f"{type(error).__name__}{_place(error)}"
+    return f"{text[:160]} ({kind})" if text else kind
+
+
+def _place(error: Exception) -> str:
+    """``, file:line`` of the innermost statement of the forward that an error passed; "" where it passed none."""
+    places = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    own = [(name, line) for name, line in places if not name.startswith((_TORCH_FOLDER, _OWN_FOLDER, "<"))]
+    return f", {os.path.basename(own[-1][0])}:{own[-1][1]}" if own else ""
 
 
 def _autocast() -> bool:

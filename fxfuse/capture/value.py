@@ -89,6 +89,12 @@ class Value(_Writable):
             raise Untraceable(f"takes apart what {self.node.target} returns, which only example inputs would tell")
         return self.tracer.create_proxy("call_function", operator.getitem, (self, key), {})
 
+    def __setitem__(self, key: Any, value: Any) -> None:
+        # A tensor keeps a copy, as every in-place operator does. What else has items would keep the value itself.
+        if not (self.tracer.kind(self) is torch.Tensor or self.tracer.gives_tensor(self.node)):
+            raise Untraceable("assigns to items of a value that is not known to be a tensor")
+        self.tracer.create_proxy("call_function", operator.setitem, (self, key, value), {})
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise Untraceable("calls a value of the graph")
 
@@ -140,7 +146,7 @@ class Handed(Value):
         expression, kind = self.tracer.handed[self.node.target]
         raise Untraceable(f"its argument {expression} is a {kind.__name__}")
 
-    __getattr__ = __getitem__ = __iter__ = __len__ = __bool__ = __contains__ = __call__ = refuse
+    __getattr__ = __getitem__ = __setitem__ = __iter__ = __len__ = __bool__ = __contains__ = __call__ = refuse
 
 
 def is_instance(value: Any, classes: Any) -> bool:

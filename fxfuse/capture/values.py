@@ -10,7 +10,7 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fxfuse.capture.watched import own_class
-from fxfuse.facts import Fact, Unknown, without_data
+from fxfuse.facts import Fact, Unknown, quietly, without_data
 
 # After these a tensor has another shape, and with it all that was worked out from it.
 _RESHAPING = frozenset({
@@ -41,7 +41,7 @@ class Values:
             if self.lost:
                 raise Unknown
             # Without the trace's own function mode, and without data: nothing is computed, and no numbers are drawn.
-            with torch._C.DisableTorchFunction(), self.mode:
+            with torch._C.DisableTorchFunction(), quietly(), self.mode:
                 self.known[node] = self._evaluate(node)
         except Exception:  # an operator that does not run without data
             pass

@@ -97,6 +97,8 @@ def _compare(region: Region, owner: Any, got: Any, reference: Any, expected: Any
         return (
             "" if _equal(got, expected) else "it is not equal, and with random numbers it cannot be judged in float64"
         )
+    if _identical(traced, expected) and _identical(got, expected):
+        return ""  # the float64 run would cost more than all else here, and allow it
     try:
         exact, magnitude = numerics.reference(original, placeholders(region, reference))
     except Exception as error:  # an operator that has no float64 kernel: only an equal answer is surely right
@@ -146,6 +148,18 @@ def _equal(got: Any, expected: Any) -> bool:
         torch.equal(a, b) if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) else a == b
         for a, b in zip(ours, theirs, strict=True)
     )
+
+
+def _identical(a: Any, b: Any) -> bool:
+    """Whether two answers are one to the last bit. What is neither a tensor nor a constant is never known to be."""
+    (ours, structure), (theirs, other) = tree_flatten(a), tree_flatten(b)
+    return structure == other and all(map(_same, ours, theirs))
+
+
+def _same(a: Any, b: Any) -> bool:
+    if type(a) is torch.Tensor and type(b) is torch.Tensor and a.layout is b.layout is torch.strided:
+        return Fact.of(a) == Fact.of(b) and torch.equal(a, b)
+    return isinstance(a, (type(None), bool, int, float, str)) and type(a) is type(b) and a == b
 
 
 def _facts(output: Any) -> tuple[list[Any], Any]:

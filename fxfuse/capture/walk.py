@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import fx, nn
 
+from fxfuse.capture.alike import alike, same_call
 from fxfuse.capture.arguments import Arguments, Recorded, plan
 from fxfuse.capture.tracer import Tracer, trace_module
 from fxfuse.capture.tree import copy_tree, hooked, is_opaque
@@ -16,6 +18,8 @@ from fxfuse.report import Uncaptured
 
 SERVED = (nn.MultiheadAttention,)
 """Run in inference as one operator of torch, ``_native_multi_head_attention``."""
+KINDS = 4
+"""Of how many kinds the layers of one class may be, one after the other, and still be known again."""
 
 
 @dataclass
@@ -26,6 +30,18 @@ class Trace:
     module: nn.Module
     arguments: Arguments
     tracer: Tracer
+    """Equal layers have one."""
+    recorded: Recorded | None
+    calls: set[str]
+    """Paths of the modules that the trace was told to keep as calls."""
+
+    def is_that_of(self, module: nn.Module, recorded: Recorded | None) -> bool:
+        """Whether another module, called as ``recorded``, has the same trace."""
+        if self.tracer.constants or not alike(self.module, module, self.tracer.assumed, self.tracer.inlined):
+            return False
+        if self.recorded is None or recorded is None:
+            return self.recorded is recorded
+        return same_call((self.recorded.args, self.recorded.kwargs), (recorded.args, recorded.kwargs))
 
     @property
     def graph(self) -> fx.Graph:
@@ -52,6 +68,8 @@ class Walk:
         self.traces: list[Trace] = []
         self.uncaptured: list[Uncaptured] = []
         self.seen: dict[int, bool] = {}
+        self.known: defaultdict[type, list[Trace]] = defaultdict(list)
+        """The last traces of modules of a class: a layer that is like one before has its trace."""
         self.visit(path, model)
 
     def visit(self, path: str, module: nn.Module) -> set[str]:
@@ -118,11 +136,17 @@ class Walk:
         recorded = self.recorded.get(path) if self.recorded is not None else None
         if self.recorded is not None and recorded is None:
             raise Untraceable("the example inputs did not reach it")
+        calls = leaves | self.excluded(path, module)
+        known = self.known[type(module)]
+        like = next((t for t in known if t.calls == calls and t.is_that_of(module, recorded)), None)
+        if like is not None:
+            return replace(like, path=path, module=module)
         root = copy_tree(module, isolate=True)
         arguments = plan(root.forward, recorded)
-        calls = leaves | self.excluded(path, module)
         tracer = trace_module(root, arguments, calls, facts=arguments.facts if recorded is not None else None)
-        return Trace(path, module, arguments, tracer)
+        trace = Trace(path, module, arguments, tracer, recorded, calls)
+        self.known[type(module)] = [trace, *known[: KINDS - 1]]
+        return trace
 
     def refuse(self, path: str, module: nn.Module) -> None:
         if is_opaque(module):

@@ -76,6 +76,11 @@ class Sequences(Model):
         return self.core(x, *dims, *sizes)
 
 
+class Dicts(Model):
+    def forward(self, x, more=None, also=()):
+        return self.core(x, *(more or {}).values(), *(value for each in also for value in each.get("of", ())))
+
+
 X, BIAS = torch.randn(3, WIDTH), torch.randn(WIDTH)
 # class, the example call, other calls and whether they run fused
 CALLS: list[tuple[type[Model], tuple[Any, ...], dict[str, Any], list[tuple[tuple[Any, ...], dict[str, Any], bool]]]] = [
@@ -142,6 +147,21 @@ CALLS: list[tuple[type[Model], tuple[Any, ...], dict[str, Any], list[tuple[tuple
         {},
         [((X, (1, 2)), {}, True), ((X,), {"sizes": [3.0]}, True), ((X, (2, 1)), {}, False), ((X, [1, 2]), {}, False)],
     ),
+    (
+        Dicts,
+        (X, {"a": BIAS, "b": 2.0}, ({"of": (BIAS, 3.0)},)),
+        {},
+        [
+            ((X, {"a": BIAS + 1, "b": 2.0}, ({"of": (X, 3.0)},)), {}, True),
+            ((X, {"b": 2.0, "a": BIAS}, ({"of": (BIAS, 3.0)},)), {}, False),
+            ((X, {"a": BIAS}, ({"of": (BIAS, 3.0)},)), {}, False),
+            ((X, {"a": BIAS, "b": 3.0}, ({"of": (BIAS, 3.0)},)), {}, False),
+            ((X, None, ({"of": (BIAS, 3.0)},)), {}, False),
+            ((X, {"a": BIAS, "b": 2.0}, ({"off": (BIAS, 3.0)},)), {}, False),
+            ((X, {"a": BIAS, "b": 2.0}, ({"of": ()},)), {}, False),
+            ((X, {"a": BIAS, "b": 2.0}), {}, False),
+        ],
+    ),
 ]
 
 
@@ -199,7 +219,7 @@ class Kept:
         self.seen: list[torch.Tensor] = []
 
 
-OTHERS = [{"a": X}, [X], Pair(X, X), Kept(), {1, 2}, X.numpy(), len]
+OTHERS = [{1: X}, [X], Pair(X, X), Kept(), {1, 2}, X.numpy(), len]
 USES: dict[str, Callable[[Any], Any]] = {
     "attribute": lambda other: other.seen,
     "element": lambda other: other[0],
@@ -277,6 +297,75 @@ def test_what_is_handed_on_may_need_gradients():
     model(X, [bias]).sum().backward()
     assert torch.equal(ours, bias.grad)
     assert list(fxfuse.report(optimized).calls[""].reasons) == ["gradients are needed"]
+
+
+def test_a_dict_of_arguments_may_need_gradients():
+    model = Dicts().eval().requires_grad_(False)
+    optimized = fxfuse.optimize(model, (X, {"a": BIAS}))
+    # A dict that nothing takes as a whole is no value of the graph.
+    assert [n.target for n in fxfuse.graphs(optimized)[""].graph.find_nodes(op="placeholder")] == ["x", "more_a"]
+    optimized(X, {"a": BIAS}).sum()
+    optimized(X, {"a": BIAS.clone().requires_grad_()}).sum().backward()
+    assert fxfuse.report(optimized).calls[""].fused == 1
+    assert list(fxfuse.report(optimized).calls[""].reasons) == ["gradients are needed"]
+
+
+REFUSED: dict[str, tuple[Callable[[Model, Any, dict[str, Any]], Any], str]] = {
+    "pops": (lambda m, x, more: m.core(x, more.pop("a")), "changes its argument more"),
+    "adds": (lambda m, x, more: (more.update(c=x), m.core(x, more["a"]))[1], "changes its argument more"),
+    "returns": (lambda m, x, more: (m.core(x, more["a"]), more), "its argument more is a dict"),
+    "hands on what it uses within": (
+        lambda m, x, more: m.attends(m.core(x, more["c"]["of"][0]), more),
+        "its argument more is a dict",
+    ),
+    "hands on what it uses": (lambda m, x, more: m.attends(m.core(x, more["a"]), more), "its argument more is a dict"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_dict_is_what_it_was_given_and_no_other(name):
+    class Taking(HandsOn):
+        def forward(self, x, more):
+            return REFUSED[name][0](self, x, more)
+
+    class Attends(nn.Module):
+        def forward(self, x: torch.Tensor, more: dict[str, Any]) -> torch.Tensor:
+            return x + (more.pop("a") if x.sum() > 0 else more["a"])
+
+    model = Taking().eval()
+    model.attends = Attends()
+    ours, theirs = ({"a": BIAS, "b": 2.0, "c": {"of": (BIAS,)}} for _ in range(2))
+    optimized = fxfuse.optimize(model, (X, dict(ours)))
+    assert REFUSED[name][1] in [u.reason for u in fxfuse.report(optimized).uncaptured if not u.path]
+    with torch.no_grad():
+        optimized(X, ours)
+        model(X, theirs)
+    assert list(ours) == list(theirs)
+
+
+def test_a_dict_that_is_handed_on_is_the_same():
+    class Emptying(nn.Module):
+        def forward(self, x: torch.Tensor, kept: dict[str, Any]) -> torch.Tensor:
+            return x + kept.popitem()[1] if x.sum() != 0 else x
+
+    model = HandsOn().eval()
+    model.attends = Emptying()
+    optimized = fxfuse.optimize(model, (X, {"b": BIAS}))
+    given = {"b": BIAS}
+    with torch.no_grad():
+        assert torch.equal(optimized(X, given), model(X, {"b": BIAS}))
+    assert not given
+    assert fxfuse.report(optimized).calls[""].fused == 1
+
+
+def test_arguments_that_would_have_one_name():
+    class Taking(Model):
+        def forward(self, x, more, more_a):
+            return self.core(x, more["a"], more_a)
+
+    optimized = fxfuse.optimize(Taking().eval(), (X, {"a": BIAS}, X))
+    reasons = {u.path: u.reason for u in fxfuse.report(optimized).uncaptured}
+    assert reasons[""] == "two of its arguments would be called more_a in a graph"
 
 
 def test_names_that_generated_code_needs():

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fxfuse
+from fxfuse.capture.dtypes import Dtypes
 from fxfuse.capture.value import finfo
 from tests.models.answers import right
 
@@ -95,12 +96,15 @@ RECORDED: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "dict": (lambda m, x: {"y": mlp(m, x), "n": 3, "none": None}, {}),
     "in place on its own": (lambda m, x: mlp(m, x).mul_(2).add_(1), {}),
     "in place between": (lambda m, x: mlp(m, x, lambda h: h.mul_(2)), {}),
-    "set item": (lambda m, x: _set_item(mlp(m, x)), {}),
+    "item": (lambda m, x: _with_item(mlp(m, x), (slice(None), 0), 0), {}),
+    "item by a size": (lambda m, x: _with_item(mlp(m, x), slice(x.shape[0] // 2), x[-1:]), {}),
+    "item by a mask": (lambda m, x: _with_item(mlp(m, x), x > 0, torch.finfo(x.dtype).min), {}),
+    "item by indices": (lambda m, x: _with_item(mlp(m, x), (..., torch.arange(3)), m.up.bias[:3]), {}),
 }
 
 
-def _set_item(y: torch.Tensor) -> torch.Tensor:
-    y[:, 0] = 0
+def _with_item(y: torch.Tensor, key: Any, value: Any) -> torch.Tensor:
+    y[key] = value
     return y
 
 
@@ -118,9 +122,46 @@ def test_recorded_and_right_at_other_sizes(optimize, name):
             if rows or name not in ("square root of a size", "reshape by sizes"):
                 assert right(optimized(given), model, given)
     report = fxfuse.report(optimized)
-    if name != "set item":
-        assert report.calls[""].fused >= 2, (reason_for(optimized), report.calls)
-        assert sum(c.fallback for c in report.calls.values()) == 0
+    assert report.calls[""].fused >= 2, (reason_for(optimized), report.calls)
+    assert sum(c.fallback for c in report.calls.values()) == 0
+
+
+ASSIGNED: dict[str, Callable[..., Any]] = {
+    "a view": lambda h: (_with_item(h[:, 3:], ..., 1.0), h)[1],
+    "a factory": lambda h: h * _with_item(torch.zeros(h.shape[0], WIDTH), (..., slice(3, None)), h[:, 3:]),
+    "an item in place": lambda h: (operator.setitem(h, 0, operator.iadd(h[0], 1.0)), h)[1],
+}
+
+
+@pytest.mark.parametrize("name", ASSIGNED)
+def test_items_of_a_computed_value(name):
+    """Only an example tells that it is a tensor."""
+    model = model_of(lambda m, x: mlp(m, x, ASSIGNED[name]))
+    optimized = fxfuse.optimize(model, torch.randn(2, WIDTH))
+    with torch.no_grad():
+        for rows in (2, 5):
+            given = torch.randn(rows, WIDTH)
+            assert right(optimized(given), model, given)
+    assert fxfuse.report(optimized).calls[""].fused == 2
+    assert reason_for(fxfuse.optimize(model)) == "assigns to items of a value that is not known to be a tensor"
+
+
+def test_a_dtype_is_asked_of_each_value_once(monkeypatch):
+    """Residuals double the paths to an argument at each layer."""
+    asked = Counter()
+    keeps = Dtypes.keeps
+    monkeypatch.setattr(Dtypes, "keeps", lambda self, node: asked.update([node]) or keeps(self, node))
+
+    def run(m: Any, x: torch.Tensor) -> torch.Tensor:
+        h = x
+        for _ in range(12):
+            h = h + F.gelu(h)
+        return mlp(m, h if h.dtype == x.dtype else x)
+
+    optimized = fxfuse.optimize(model_of(run))
+    assert not reason_for(optimized)
+    assert len(asked) == 24
+    assert max(asked.values()) <= 4
 
 
 def test_random_numbers_are_drawn_anew(optimize):
@@ -153,6 +194,7 @@ WRITING: dict[str, Callable[..., Any]] = {
     "power": lambda x: operator.ipow(x, 2),
     "method": lambda x: x.add_(1.0),
     "a view": lambda x: operator.iadd(x[:1], 1.0),
+    "an item": lambda x: operator.setitem(x, 0, 1.0),
     "a transposed view": lambda x: operator.isub(x.T, 1.0),
 }
 
@@ -176,6 +218,42 @@ def test_writes_into_an_argument(optimize, name):
         assert not torch.equal(given, torch.full((2, WIDTH), 3.0))
         assert right(got, model, torch.full((2, WIDTH), 3.0))
     assert fxfuse.report(optimized).calls[""].fused == 1
+
+
+def test_an_item_that_is_assigned_in_between_keeps_apart(optimize):
+    model = model_of(lambda m, x: m.down(F.relu(_with_item(m.up(x), (..., 0), -x[:, 0]))))
+    optimized = optimize(model)
+    given = torch.randn(2, WIDTH)
+    with torch.no_grad():
+        assert right(optimized(given), model, given)
+    kept = {e.rule: e.reason for e in fxfuse.report(optimized).kept}
+    assert kept["linear_act"] == "up is written by setitem"
+    assert not fxfuse.report(optimized).fused
+
+
+def test_items_of_what_may_be_no_tensor(optimize):
+    """A list would hold what is put into it, and not a copy."""
+
+    class Part(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(WIDTH, WIDTH))
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return [x @ self.w if x.sum() > 0 else x]
+
+    def run(m: Any, x: torch.Tensor) -> torch.Tensor:
+        y = m.part(x)
+        y[0] = h = m.up(x)
+        h.mul_(2)
+        return m.down(y[0])
+
+    model = model_of(run, part=Part())
+    optimized = optimize(model)
+    given = torch.randn(2, WIDTH)
+    with torch.no_grad():
+        assert right(optimized(given), model, given)
+    assert reason_for(optimized) == "assigns to items of a value that is not known to be a tensor"
 
 
 REFUSED: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
@@ -229,6 +307,14 @@ def test_refused(optimize, name):
     assert "forward" not in optimized.__dict__
     # The projections are regions of their own.
     assert {r.path for r in fxfuse.report(optimized).regions if r.installed} == {"up", "down"}
+
+
+def test_a_refusal_says_where(optimize):
+    def run(m: Any, x: torch.Tensor) -> torch.Tensor:
+        return mlp(m, x) if x.sum() > 0 else x
+
+    place = f"test_tracer.py:{run.__code__.co_firstlineno + 1}"
+    assert reason_for(optimize(model_of(run))).endswith(f"not known before the call (TraceError, {place})")
 
 
 class Settings:

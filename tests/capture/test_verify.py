@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fxfuse
+from fxfuse import numerics
 from fxfuse.capture import verify
 from fxfuse.ops import onednn
 
@@ -57,3 +58,36 @@ def test_what_draws_random_numbers():
         with verify._Draws() as seen:
             call()
         assert seen.seen == draws
+
+
+@pytest.mark.parametrize(
+    ("got", "expected", "identical"),
+    [
+        (torch.ones(2), torch.ones(2), True),
+        ((torch.ones(2), 3, None), (torch.ones(2), 3, None), True),
+        (torch.ones(2), torch.ones(2) + 1e-7, False),
+        (torch.ones(2), torch.ones(2, dtype=torch.float64), False),
+        (torch.ones(2), torch.ones(1, 2), False),
+        (torch.tensor(float("nan")), torch.tensor(float("nan")), False),
+        (torch.ones(2), nn.Parameter(torch.ones(2)), False),
+        ((torch.ones(2), 1), (torch.ones(2), True), False),
+        ((torch.ones(2),), [torch.ones(2)], False),
+        (object(), object(), False),
+        (torch.eye(2).to_sparse(), torch.eye(2).to_sparse(), False),
+    ],
+)
+def test_what_is_known_to_be_identical(got, expected, identical):
+    assert verify._identical(got, expected) is identical
+
+
+@pytest.mark.parametrize("width", [16, 1024], ids=["identical", "rounded otherwise"])
+def test_the_float64_run_is_for_answers_that_differ(width, monkeypatch):
+    judged = []
+    reference = numerics.reference
+    monkeypatch.setattr(numerics, "reference", lambda *args: judged.append(1) or reference(*args))
+    right = onednn.pointwise
+    monkeypatch.setattr(onednn, "pointwise", lambda *args: right(*args) * (1 + 1e-7))
+    model = nn.Sequential(nn.Linear(width, width), nn.GELU()).eval()
+    report = fxfuse.report(fxfuse.optimize(model, (torch.randn(64, width),), tune="off"))
+    assert len(report.fused) == 1
+    assert bool(judged) == (width == 1024 and onednn.AVAILABLE)

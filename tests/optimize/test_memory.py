@@ -16,6 +16,9 @@ from typing import Any
 import pytest
 import torch
 from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import fxfuse
 from fxfuse.capture.region import Region
@@ -153,6 +156,65 @@ def test_no_weak_references_to_tensors(x):
         optimized(x).sum().backward()
         for tensor in (*optimized.parameters(), *optimized.buffers()):
             assert weakref.getweakrefcount(tensor) == 0
+
+
+class Made(TorchDispatchMode):
+    """Every tensor that an operator made, and the most bytes that those alive at one time had beside ``there``."""
+
+    def __init__(self, there: nn.Module) -> None:
+        super().__init__()
+        self.there = {t.untyped_storage().data_ptr() for t in (*there.parameters(), *there.buffers())}
+        self.alive: dict[int, tuple[int, int]] = {}
+        """id of a tensor -> where its memory lies, and how much that is."""
+        self.count, self.peak = 0, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for value in tree_leaves(result):
+            if isinstance(value, torch.Tensor) and id(value) not in self.alive:
+                self.count += 1
+                memory = value.untyped_storage()
+                self.alive[id(value)] = (
+                    (0, 0) if isinstance(value, FakeTensor) else (memory.data_ptr(), memory.nbytes())
+                )
+                weakref.finalize(value, self.alive.pop, id(value))
+        self.peak = max(self.peak, sum(n for at, n in set(self.alive.values()) if at not in self.there))
+        return result
+
+
+class Looks(Stack):
+    """One region a block, as it looks at a value."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+            if x.isnan().any():
+                return x
+        return x
+
+
+def _optimized_in_sight(kind: type[Stack], depth: int, x: torch.Tensor) -> tuple[Made, nn.Module]:
+    model = kind()
+    model.blocks = nn.ModuleList(MLP() for _ in range(depth))
+    with Made(model) as made:
+        optimized = fxfuse.optimize(model.eval(), x, tune="off")
+    return made, optimized
+
+
+@pytest.mark.parametrize("kind", [Stack, Looks])
+def test_nothing_that_was_made_on_the_way_lives_on(x, kind):
+    """Neither activations of the example run, nor tensors without data, nor float64 copies of the check."""
+    made, optimized = _optimized_in_sight(kind, 3, x)
+    assert len(fxfuse.graphs(optimized)) == (1 if kind is Stack else 3)
+    gc.collect()
+    assert made.count > 100
+    assert not made.alive
+
+
+@pytest.mark.parametrize("kind", [Stack, Looks])
+def test_memory_on_the_way_does_not_grow_with_depth(x, kind):
+    shallow, deep = (_optimized_in_sight(kind, depth, x)[0].peak for depth in (3, 12))
+    assert 0 < deep < 1.5 * shallow
 
 
 def test_a_failed_optimize_keeps_nothing(x):

@@ -150,6 +150,18 @@ def test_exclude(x, exclude, fused):
         assert right(optimized(x), stack, x)
 
 
+@pytest.mark.parametrize(("exclude", "fused"), [("blocks.0.up", 1), ("Linear", 0), ("GELU", 0), ("blocks.1.act", 1)])
+@pytest.mark.parametrize("example", [False, True])
+def test_exclude_of_one_of_torchs_own_modules(x, exclude, fused, example):
+    stack = Stack().eval()
+    optimized = fxfuse.optimize(stack, x if example else None, exclude=exclude)
+    assert len(fxfuse.report(optimized).fused) == fused
+    with torch.no_grad():
+        assert right(optimized(x), stack, x)
+    _, report = fxfuse.rewrite(fx.symbolic_trace(stack), options=fxfuse.Options(exclude=exclude))
+    assert len(report.fused) == fused
+
+
 def test_unknown_options():
     with pytest.raises(ValueError, match="takes 'fused' or 'exact'"):
         fxfuse.optimize(MLP(), numerics="fast")

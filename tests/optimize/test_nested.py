@@ -182,7 +182,7 @@ def test_a_trace_that_fails_costs_the_call_nothing(pair, x, monkeypatch):
     def fail(*_: Any) -> None:
         raise RuntimeError("out of luck")
 
-    monkeypatch.setattr("fxfuse.capture.installed.build_region", fail)
+    monkeypatch.setattr("fxfuse.capture.installed.build_regions", fail)
     run(optimized, model, x, PATIENCE + 2)
     assert fxfuse.report(optimized).notes == ["region . could not be traced again (RuntimeError: out of luck)"]
     assert calls_of(optimized).fallback == PATIENCE + 2

@@ -11,7 +11,7 @@ import contextlib
 import ctypes
 import functools
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,11 @@ _NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 _TYPES = {torch.float16: 6, torch.bfloat16: 9}  # CU_TENSOR_MAP_DATA_TYPE_*
 _SWIZZLES = {64: 2, 128: 3}  # CU_TENSOR_MAP_SWIZZLE_64B, _128B
 _L2_PROMOTION = 3  # CU_TENSOR_MAP_L2_PROMOTION_L2_256B
+
+empty_strided: Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor]
+"""An empty tensor on the current device by shape, strides and dtype, for a sixth of what torch.empty takes of the host:
+what the code that torch.compile generates calls."""
+empty_strided = torch._C._dynamo.guards._empty_strided_cuda  # type: ignore[attr-defined]
 
 
 class CudaError(RuntimeError):

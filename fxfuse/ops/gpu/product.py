@@ -9,11 +9,10 @@ from operator import mul
 
 import torch
 from torch import Tensor
-from torch._C._dynamo.guards import _empty_strided_cuda
 
 from fxfuse import choose, errors
 from fxfuse.ops.gpu import decode, hopper, portable, stream
-from fxfuse.ops.gpu.driver import CudaError
+from fxfuse.ops.gpu.driver import CudaError, empty_strided
 from fxfuse.ops.gpu.source import DTYPES, Epilogue, Run, lies
 
 Known = tuple[torch.dtype | None, int, bool, tuple[int, ...], int, int, dict[int, Run | None]]
@@ -75,7 +74,7 @@ class Product:
             # A launch goes to the current device, whatever its stream says.
             with torch.cuda.device(device):
                 return self.run(x, w0, w1, bias0, bias1)
-        out = _empty_strided_cuda(*_dense(x.shape, n), dtype)  # a sixth of what torch.empty takes of the host
+        out = empty_strided(*_dense(x.shape, n), dtype)
         return out if run(x, rows, w0, w1, bias0, bias1, out) else None
 
     def _found_out(
