@@ -13,56 +13,64 @@ import argparse
 import importlib
 import pkgutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
+
+from torch import nn
 
 from benchmarks import cases, gpu, seed
 from fxfuse.bench import render, targets
 from fxfuse.bench.measure import Result, measure
-from fxfuse.bench.progress import Progress
-from fxfuse.bench.publish import Outputs
+from fxfuse.bench.progress import Progress, bar
+from fxfuse.bench.publish import Outputs, write
 from fxfuse.bench.targets import Target
 from fxfuse.bench.timer import QUICK, Effort
 
 RESULTS = Path(__file__).parent / "results"
 
 
-Row = tuple[str, Target, Sequence[str] | None]
+Row = tuple[str, Callable[[], Target], Sequence[str] | None]
+"""Label, what builds the target, and columns."""
 
 
 def mlp_cpu() -> Iterator[Row]:
     for name in ("geglu-mlp", "ffn", "matmul-add"):
         for dtype in ("float32", "bfloat16"):
             for rows in (512, 16, 1):
-                target = targets.load(name, device="cpu", dtype=dtype, rows=rows)
-                yield f"{name} M={rows}", target, None
+                yield f"{name} M={rows}", partial(targets.load, name, device="cpu", dtype=dtype, rows=rows), None
 
 
 def all_cases() -> Iterator[Row]:
     for module in pkgutil.iter_modules(cases.__path__):
         for name, build in importlib.import_module(f"benchmarks.cases.{module.name}").CASES.items():
             label = f"{module.name}/{name}"
-            yield label, Target(label, *build()), ("eager", "fxfuse")
+            yield label, partial(_case, label, build), ("eager", "fxfuse")
+
+
+def _case(label: str, build: Callable[[], tuple[nn.Module, tuple[Any, ...], dict[str, Any]]]) -> Target:
+    return Target(label, *build())
 
 
 def mlp() -> Iterator[Row]:
     for label, build in gpu.PROJECTIONS.items():
-        yield label, gpu.target(label, build, gpu.SEED), ("compile", "gemms")
+        yield label, partial(gpu.target, label, build, gpu.SEED), ("compile", "gemms")
     for label, build in gpu.GATED.items():
         for size in gpu.PREFILL:
             columns = None if size == gpu.SEED else ("compile", "liger", "gemms")
-            yield f"{label} {size}", gpu.target(label, build, size), columns
+            yield f"{label} {size}", partial(gpu.target, label, build, size), columns
     for rows in (1, 4, 16, 64):
         size = gpu.Size(rows, 4096, 14336)
-        yield f"swiglu {size}", gpu.target("swiglu", gpu.GATED["swiglu"], size), ("compile", "liger", "gemms")
+        yield f"swiglu {size}", partial(gpu.target, "swiglu", gpu.GATED["swiglu"], size), ("compile", "liger", "gemms")
     tiny = gpu.Size(8, 256, 512)
-    yield f"geglu {tiny}", gpu.target("geglu", gpu.GATED["geglu"], tiny), ("compile", "liger")
+    yield f"geglu {tiny}", partial(gpu.target, "geglu", gpu.GATED["geglu"], tiny), ("compile", "liger")
 
 
 def sweep() -> Iterator[Row]:
     for size in gpu.SWEEP:
-        yield f"geglu {size}", gpu.target("geglu", gpu.GATED["geglu"], size), ()
+        yield f"geglu {size}", partial(gpu.target, "geglu", gpu.GATED["geglu"], size), ()
 
 
 SUITES = {"mlp-cpu": mlp_cpu, "mlp": mlp, "sweep": sweep, "cases": all_cases}
@@ -80,26 +88,50 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--repeats {options.repeats}: a time takes a round at least")
     file = options.json or RESULTS / f"{options.suite}.json"
     file.parent.mkdir(exist_ok=True)
-    if options.suite == "seed":
-        found = [row for size in seed.SIZES for row in seed.rows(size)]
+    try:
+        return _seed(file) if options.suite == "seed" else _suite(file, options)
+    except KeyboardInterrupt:
+        print("run: interrupted", file=sys.stderr)
+        return 130
+
+
+def _seed(file: Path) -> int:
+    found: list[seed.Row] = []
+    try:
+        for size in seed.SIZES:
+            for row in seed.rows(size):
+                found.append(row)
+                write(str(file), seed.as_json(found) + "\n", last=False)
+        write(str(file), seed.as_json(found) + "\n", last=True)
+    finally:  # after an error or ^C too: what was finished is worth keeping
         print(seed.table(found))
-        file.write_text(seed.as_json(found) + "\n")
-        return 0
+    return 0
+
+
+def _suite(file: Path, options: argparse.Namespace) -> int:
     effort = QUICK if options.quick else Effort()
     if options.repeats:
         effort = replace(effort, rounds=options.repeats, budget_s=None)
     settings = {"suite": options.suite, **asdict(effort)}
     results: list[Result] = []
-    for label, target, columns in SUITES[options.suite]():
-        with Progress(label) as progress:
-            results.append(measure(target, columns, label=label, effort=effort, progress=progress))
-        # After each: a suite takes long, and what it has found outlives what may happen to it.
-        Outputs(json=str(file)).write(results, settings)
+    rows = list(SUITES[options.suite]())
+    labels = [label for label, _, _ in rows]
+    try:
+        for done, (label, build, columns) in enumerate(rows, 1):
+            with Progress(f"{bar(done - 1, len(rows))} {label}") as progress:
+                results.append(measure(build(), columns, label=label, effort=effort, progress=progress))
+            # After each: a suite takes long, and what it has found outlives what may happen to it.
+            Outputs(json=str(file)).write(results, settings, unfinished=labels[done:])
+    finally:
+        _print(results)
+    return 1 if any(result.fxfuse_failed for result in results) else 0
+
+
+def _print(results: Sequence[Result]) -> None:
     print(render.summary(results), render.LEGEND, sep="\n\n")
     missing = [f"{r.label} {r.dtype}: {gone.name}: {gone.reason}" for r in results for gone in r.left_out]
     if missing:
         print("\nleft out:", *missing, sep="\n  ")
-    return 1 if any(result.fxfuse_failed for result in results) else 0
 
 
 if __name__ == "__main__":

@@ -63,8 +63,10 @@ class Row:
 
 def rows(size: gpu.Size) -> Iterator[Row]:
     """The rows of one size, on the GPU if there is one."""
-    profiles = {label: _profiled(label, size) for label in MODELS}
+    profiles: dict[str, Profile] = {}
     for label, column, against in ROWS:
+        if label not in profiles:
+            profiles[label] = _profiled(label, size)
         found = _set_up(profiles[label], column)
         name = f"{label}, {column}"
         if found is None:
@@ -118,11 +120,14 @@ def counted(names: Counter[str]) -> str:
 
 def table(found: list[Row]) -> str:
     """A row for each set-up."""
-    head = ["set-up", "kernels" if torch.cuda.is_available() else "operators", "", "what changed", "what stayed"]
+    head = ["set-up", "kernels" if torch.cuda.is_available() else "operators", "which", "what changed", "what stayed"]
     parts = []
     for size in dict.fromkeys(row.size for row in found):
         cells = [_cells(row) for row in found if row.size == size]
-        parts.append(f"{size}\n\n" + tabulate(cells, head, tablefmt="grid", disable_numparse=True))
+        parts.append(
+            f"{size} (rows, features, hidden features)\n\n"
+            + tabulate(cells, head, tablefmt="grid", disable_numparse=True)
+        )
     verdicts = sum((Counter(row.verdicts) for row in found), Counter[str]())
     parts.append("lines: " + ", ".join(f"{count} {verdict}" for verdict, count in verdicts.items()))
     parts += [f"{row.size}: {row.set_up}: {line}" for row in found for line in row.broken]

@@ -24,11 +24,11 @@ import fxfuse
 from fxfuse import api, choose, drawing
 from fxfuse.bench import machine_rates, peers, profile_render, render, targets
 from fxfuse.bench.libraries import HF
-from fxfuse.bench.measure import Result, measure, measure_shapes
+from fxfuse.bench.measure import Result, admissible, measure, measure_shapes
 from fxfuse.bench.models import BUILT_IN
-from fxfuse.bench.profile import fallen_back, profile
+from fxfuse.bench.profile import Profile, fallen_back, profile
 from fxfuse.bench.progress import Progress
-from fxfuse.bench.publish import Outputs, check_place
+from fxfuse.bench.publish import Outputs, check_place, write
 from fxfuse.bench.timer import QUICK, Effort
 from fxfuse.errors import FxfuseError
 from fxfuse.ops.gpu import driver
@@ -96,8 +96,10 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("targets", metavar="TARGET", nargs="+", help=_TARGET)
     bench.add_argument("--json", metavar="FILE", help="write the figures to FILE; - prints JSON and nothing else")
     bench.add_argument("--markdown", metavar="FILE", help="write the tables and what was done to FILE")
-    bench.add_argument("--html", metavar="FILE", help="write a report with charts and drawings to FILE")
-    bench.add_argument("--profile", metavar="FILE", help="a JSON of fxfuse profile, to be shown in the HTML report")
+    bench.add_argument("--html", metavar="FILE", help="write a report with charts, drawings and what ran to FILE")
+    bench.add_argument(
+        "--profile", metavar="FILE", help="a JSON of fxfuse profile, for the HTML report to show in place of its own"
+    )
     bench.add_argument(
         "--shapes",
         metavar="M,...",
@@ -194,7 +196,7 @@ def _list(_options: argparse.Namespace) -> int:
 def _explain(options: argparse.Namespace) -> int:
     target, optimized = _optimized(options)
     report = fxfuse.report(optimized)
-    print(report.to_json() if options.json else report, file=options.stdout)
+    print(report.to_json() if options.json else report.explained(), file=options.stdout)
     if options.verbose and not options.json:
         for path, graph_module in fxfuse.graphs(optimized).items():
             print(f"\n{path or target.name}, rewritten:\n{graph_module.code.strip()}")
@@ -212,7 +214,12 @@ def _optimized(options: argparse.Namespace) -> tuple[targets.Target, Any]:
 def _graph(options: argparse.Namespace) -> int:
     drawing.renderer(options.out)
     check_place("--out", options.out)
-    print(fxfuse.draw(_optimized(options)[1], options.out))
+    with Progress(options.target) as progress:
+        progress("building and optimizing")
+        optimized = _optimized(options)[1]
+        progress("drawing")
+        file = fxfuse.draw(optimized, options.out)
+    print(file)
     return 0
 
 
@@ -257,26 +264,33 @@ def _bench(options: argparse.Namespace) -> int:
         **asdict(effort),
     }
     results: list[Result] = []
+    profiles: list[dict[str, Any]] = []
     options.targets = list(dict.fromkeys(options.targets))
     with _threads(options.threads):
         try:
             for done, spec in enumerate(options.targets, 1):
-                for result in _measured(spec, options, effort):
-                    results.append(result)
-                    outputs.write(results, settings, unfinished=options.targets[done - 1 :])
-                    if options.json != "-":
-                        print(render.table(result), end="\n\n", flush=True)
-                outputs.write(results, settings, unfinished=options.targets[done:])
+                for found in _measured(spec, options, effort):
+                    if isinstance(found, Result):
+                        results.append(found)
+                    else:
+                        profiles.append(found)
+                    outputs.write(results, settings, options.targets[done - 1 :], profiles)
+                    if isinstance(found, Result) and options.json != "-":
+                        print(render.table(found), end="\n\n", flush=True)
+                outputs.write(results, settings, options.targets[done:], profiles)
         finally:  # after an error or ^C too: what was finished is worth keeping
             _print(results, options, settings)
     return 1 if any(result.fxfuse_failed for result in results) else 0
 
 
-def _measured(spec: str, options: argparse.Namespace, effort: Effort) -> Iterator[Result]:
+def _measured(spec: str, options: argparse.Namespace, effort: Effort) -> Iterator[Result | dict[str, Any]]:
+    """The results of one target, and for the HTML report what runs in it as a ``fxfuse.profile/1``."""
     with Progress(spec) as progress:
+        progress("building")
         target = targets.load(spec, device=options.device, dtype=options.dtype, rows=options.rows)
         if options.shapes is None:
-            found = iter([measure(target, options.vs, train=options.train, effort=effort, progress=progress)])
+            admitted = admissible(target, options.vs, progress)
+            found = iter([measure(target, train=options.train, effort=effort, progress=progress, admitted=admitted)])
         else:
             found = measure_shapes(
                 target, options.shapes, options.vs, train=options.train, effort=effort, progress=progress
@@ -284,6 +298,9 @@ def _measured(spec: str, options: argparse.Namespace, effort: Effort) -> Iterato
         for result in found:
             progress.clear()
             yield result
+        # A profile is of one forward at one size.
+        if options.html and not options.profile and options.shapes is None and not options.train:
+            yield profile_render.to_show(target, admitted, progress)
 
 
 def _print(results: Sequence[Result], options: argparse.Namespace, settings: dict[str, Any]) -> None:
@@ -299,15 +316,24 @@ def _profile(options: argparse.Namespace) -> int:
     for option, file in (("--json", options.json), ("--trace", options.trace)):
         if file is not None:
             check_place(option, file)
-    with Progress(options.target) as progress:
-        target = targets.load(options.target, device=options.device, dtype=options.dtype, rows=options.rows)
-        traces = None if options.trace is None else Path(options.trace)
-        found = profile(target, options.vs, traces=traces, progress=progress)
-    document = profile_render.as_json(found)
-    if options.json not in (None, "-"):
-        Path(options.json).write_text(document + "\n", encoding="utf-8")
-    print(document if options.json == "-" else profile_render.table(found, nodes=options.verbose), file=options.stdout)
-    return 0 if any(set_up.name == "fxfuse" for set_up in found.set_ups) else 1
+    found: list[Profile] = []
+
+    def keep(so_far: Profile) -> None:
+        found[:] = [so_far]
+        if options.json not in (None, "-"):
+            write(options.json, profile_render.as_json(so_far) + "\n", last=not so_far.unfinished)
+
+    try:
+        with Progress(options.target) as progress:
+            progress("building")
+            target = targets.load(options.target, device=options.device, dtype=options.dtype, rows=options.rows)
+            traces = None if options.trace is None else Path(options.trace)
+            profile(target, options.vs, traces=traces, progress=progress, after_each=keep)
+    finally:  # after an error or ^C too: what was traced is worth keeping
+        for one in found:
+            as_text = profile_render.table(one, nodes=options.verbose)
+            print(profile_render.as_json(one) if options.json == "-" else as_text, file=options.stdout)
+    return 0 if any(set_up.name == "fxfuse" for one in found for set_up in one.set_ups) else 1
 
 
 @contextmanager

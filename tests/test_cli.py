@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -30,6 +31,17 @@ def misfit():
 
 def raises():
     raise RuntimeError("no weights here\\nand a long story")
+
+def layers():
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+        def forward(self, x):
+            return x + self.down(torch.relu(self.up(x)))
+
+    return nn.Sequential(*(Layer() for _ in range(12))), (torch.randn(4, 8),)
 
 def talks():
     print("here I am")
@@ -137,6 +149,22 @@ def test_explain(capsys):
     assert "gated_linear" in out
 
 
+def test_explain_says_why_of_each_linear_that_is_not_fused(file, capsys):
+    assert cli.main(["explain", f"{file}:layers"]) == 0
+    out = capsys.readouterr().out
+    assert len(out.splitlines()) < 40, "twelve layers alike are one"
+    table = out.partition("Linears in no fused operator\n")[2]
+    assert [re.split("  +", line) for line in table.splitlines()[2:]] == [
+        ["12", "{0..11}.down", "no pass fuses it with the add that follows"]
+    ]
+    assert cli.main(["explain", f"{file}:layers", "--json"]) == 0
+    linears = json.loads(capsys.readouterr().out)["linears"]
+    assert len(linears) == 24
+    assert {path: not why for path, why in linears.items()} == {
+        f"{i}.{name}": name == "up" for i in range(12) for name in ("up", "down")
+    }
+
+
 def test_explain_json_is_the_report(capsys):
     assert cli.main(["explain", "geglu-mlp", "--device", "cpu", "--rows", "4", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
@@ -156,9 +184,9 @@ def test_explain_needs_no_inputs(file, capsys):
 def test_bench_prints_a_table_for_each_target_and_one_over_all(file, capsys):
     assert cli.main(["bench", f"{file}:mlp", "ffn", "--vs", "eager", "--rows", "2", "--device", "cpu", "--quick"]) == 0
     out = capsys.readouterr().out
-    assert out.count("x eager") == 3  # two tables and the legend
-    assert out.count("vs eager") == 1
-    assert out.index(f"{file}:mlp  (cpu, float32)") < out.index("ffn  (cpu, float32)") < out.index("vs eager")
+    assert out.count("fxfuse vs it") == 3  # two tables and the legend
+    (over_all,) = re.findall(r"^ +dtype +eager +fxfuse +vs eager", out, re.MULTILINE)
+    assert out.index(f"{file}:mlp  (cpu, float32)") < out.index("ffn  (cpu, float32)") < out.index(over_all)
 
 
 def test_json_on_stdout_is_alone(file, capsys):

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from xml.etree.ElementTree import Element
 
+from fxfuse.bench import render
 from fxfuse.bench.measure import Result
 from fxfuse.bench.timer import Spread, rankable, speedup
 from fxfuse.drawing.markup import element, svg, text_width
@@ -65,42 +66,63 @@ def timeline(setups: Sequence[Mapping[str, Any]]) -> Element | None:
     None where nothing did.
     """
     lanes = [(setup["name"], ran(setup)) for setup in setups if ran(setup)]
+    what = {setup["name"]: "kernels" if setup["kernels"] else "operators" for setup in setups}
     if not lanes:
         return None
     first = {name: min(kernel["start_us"] for kernel in kernels) for name, kernels in lanes}
     lasted = {name: max(k["start_us"] + k["us"] for k in kernels) - first[name] for name, kernels in lanes}
     longest = max(lasted.values()) or 1.0
+    said = {
+        name: f"{name}: {len(kernels)} {what[name]} in {render.time(lasted[name] * 1e-6, like=longest * 1e-6)}"
+        for name, kernels in lanes
+    }
     scale, bottom = _TIMES / longest, _LANE * len(lanes) + 6
     body = []
     for i, (name, kernels) in enumerate(lanes):
-        said = f"{name}: {len(kernels)} in {lasted[name]:.1f} µs"
-        body.append(element("text", said, x=10, y=_LANE * i + 14, class_="sub"))
+        body.append(element("text", said[name], x=10, y=_LANE * i + 14, class_="sub"))
         body += [_kernel(k, 10 + (k["start_us"] - first[name]) * scale, scale, _LANE * i + 22) for k in kernels]
     for tick in ticks(longest):
         x = 10 + tick * scale
         body.append(element("line", x1=x, x2=x, y1=bottom - 4, y2=bottom, class_="axis"))
-        body.append(element("text", f"{tick:g} µs", x=x, y=bottom + 12, class_="faint"))
+        body.append(
+            element(
+                "text",
+                render.time(tick * 1e-6, like=longest * 1e-6) if tick else "0",
+                x=x,
+                y=bottom + 12,
+                class_="faint",
+            )
+        )
+    seen = {_look(kernel["kind"]) for _, kernels in lanes for kernel in kernels}
+    for i, look in enumerate(look for look in _LOOKS if look in seen):
+        x, y = 10 + 150.0 * i, bottom + 24.0
+        body.append(element("rect", x=x, y=y, width=14, height=14, class_=f"key {look}"))
+        body.append(element("text", _LOOKS[look], x=x + 20, y=y + 11, class_="faint"))
     return svg(
         *body,
         width=_TIMES + 20,
-        height=bottom + 20,
+        height=bottom + 46,
         title="What ran, on one time scale",
-        desc="; ".join(f"{name}: {len(kernels)} in {lasted[name]:.1f} µs" for name, kernels in lanes),
+        desc="; ".join(said.values()),
     )
 
 
 def _kernel(kernel: Mapping[str, Any], x: float, scale: float, y: float) -> Element:
     width, kind = max(1.0, kernel["us"] * scale), kernel["kind"]
-    look = "product-fused" if "fused" in kind else "product" if any(part in kind for part in _PRODUCTS) else "rest"
     fits = text_width(kind, 10) + 6 <= width
     return element(
         "g",
         element("title", f"{kernel['name']}\n{kind}, {kernel['us']:.2f} µs"),
-        element("rect", x=x, y=y, width=width, height=26, class_=f"kernel {look}"),
-        element("text", kind, x=x + 4, y=y + 17, class_="faint") if fits else None,
+        element("rect", x=x, y=y, width=width, height=26, class_=f"kernel {_look(kind)}"),
+        element("text", kind, x=x + 4, y=y + 17, class_="tiny") if fits else None,
     )
 
 
+def _look(kind: str) -> str:
+    return "product-fused" if "fused" in kind else "product" if any(part in kind for part in _PRODUCTS) else "rest"
+
+
+_LOOKS = {"product": "product", "product-fused": "product, something fused", "rest": "anything else"}
 _PRODUCTS = ("gemm", "mm", "linear", "matmul")
 
 

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from fxfuse import numerics
 from fxfuse.bench import peers
 from fxfuse.bench.peers import LeftOut, Variant, one_line
+from fxfuse.bench.progress import bar
 from fxfuse.bench.targets import BadTarget, Target
 
 Make = Callable[[Target], peers.Run]
@@ -89,7 +90,7 @@ def admit(names: Collection[str], target: Target, progress: Callable[[str], obje
 
 
 def admit_again(built: Mapping[str, Variant], target: Target, progress: Callable[[str], object]) -> Admitted:
-    """The same for variants that were built for another example: ``setup_s`` is what their first call takes here.
+    """The same for variants that were built for another example: ``first_call_s`` is of their first call at this one.
 
     Floors are for one size, and built anew.
     """
@@ -106,8 +107,8 @@ def _made(variant: Variant) -> Make:
 def _admitted(makes: Mapping[str, Make], target: Target, progress: Callable[[str], object]) -> Admitted:
     admitted = Admitted()
     gate: Gate | None = None
-    for name, make in makes.items():
-        progress(f"preparing {name}")
+    for done, (name, make) in enumerate(makes.items()):
+        progress(f"{bar(done, len(makes))} preparing {name}")
         variant = peers.build(name, target, make)
         if isinstance(variant, Variant):
             gate = gate or Gate(target, eager=variant.output)

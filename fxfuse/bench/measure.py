@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -33,7 +34,8 @@ class Result:
     dtype: str
     timings: dict[str, Timing]
     had_core: float
-    setup_s: dict[str, float]
+    prepare_s: dict[str, float]
+    first_call_s: dict[str, float]
     left_out: tuple[LeftOut, ...]
     weaker_gate: str
     """Why the answers were compared by the norm of their error only; empty if element by element too."""
@@ -45,8 +47,10 @@ class Result:
     """On a GPU, kernels a call."""
     end_to_end: dict[str, Timing]
     """On a GPU, how long a caller who waits for each answer waits."""
+    held_bytes: int
+    """Of the model's parameters and buffers and the example's tensors, each storage once."""
     extra_bytes: dict[str, int]
-    """On a GPU, the memory that a call takes beside what was taken before, at its peak."""
+    """The memory that a call takes beside what was taken before, at its peak, by the allocator of torch."""
     fused: int
     """Fusions that the report lists."""
     lowered: int
@@ -72,16 +76,23 @@ def measure(
     train: bool = False,
     effort: Effort | None = None,
     progress: Progress = lambda _text: None,
+    admitted: Admitted | None = None,
 ) -> Result:
     """Measure ``names`` (keys of ``peers.PEERS``) on ``target``, with eager and fxfuse in any case. None: all of its
-    device. ``train``: forward and backward, for the gradients of all parameters that learn.
+    device. ``train``: forward and backward, for the gradients of all parameters that learn. ``admitted``: what
+    ``admissible`` gave for these names.
 
     A variant that does not apply, raises, or answers wrongly is never timed; it is named in ``left_out``. Raises
     BadTarget without example inputs, and TargetRaised where the model itself raises.
     """
-    columns = peers.columns(target.device.type) if names is None else names
-    admitted = admit((*ALWAYS, *columns), target, progress)
+    admitted = admitted or admissible(target, names, progress)
     return _timed(target, admitted, label or target.name, train, effort, progress)
+
+
+def admissible(target: Target, names: Sequence[str] | None = None, progress: Progress = lambda _text: None) -> Admitted:
+    """The variants that ``measure`` may time, built and compared."""
+    columns = peers.columns(target.device.type) if names is None else names
+    return admit((*ALWAYS, *columns), target, progress)
 
 
 def measure_shapes(
@@ -95,14 +106,13 @@ def measure_shapes(
 ) -> Iterator[Result]:
     """The same for calls of so many ``rows`` each, of variants that are built once, for the first.
 
-    ``setup_s`` of the others is what the first call at that size takes: of torch.compile, the code that it makes for
+    ``first_call_s`` of the others is of the first call at that size: of torch.compile, with the code that it makes for
     it. Raises BadTarget for a model of other arguments than one floating-point tensor.
     """
     sizes = [target.with_rows(count, "--shapes") for count in rows]
-    columns = peers.columns(target.device.type) if names is None else names
     built: dict[str, Variant] = {}
     for count, size in zip(rows, sizes, strict=True):
-        admitted = admit_again(built, size, progress) if built else admit((*ALWAYS, *columns), size, progress)
+        admitted = admit_again(built, size, progress) if built else admissible(size, names, progress)
         built = built or admitted.variants
         yield _timed(size, admitted, f"{target.name} M={count}", train, effort, progress)
 
@@ -121,13 +131,13 @@ def _timed(
     submit: dict[str, Timing] = {}
     end_to_end: dict[str, Timing] = {}
     kernels: dict[str, int] = {}
-    extra: dict[str, int] = {}
+    counted = device.type in ("cpu", "cuda")
+    extra = {name: extra_bytes(call, device) for name, call in calls.items() if counted}
     if device.type == "cuda":
         submit = interleaved(calls, clock=SubmitClock(), effort=QUICK, progress=progress).timings
         waiting = {name: _waiting(call) for name, call in calls.items()}
         end_to_end = interleaved(waiting, clock=WallClock(), effort=QUICK, progress=progress).timings
         kernels = {name: launched_kernels(call) for name, call in calls.items()}
-        extra = {name: extra_bytes(call) for name, call in calls.items()}
     report = fxfuse.report(built["fxfuse"].run) if "fxfuse" in calls else None
     return Result(
         label=label,
@@ -135,13 +145,15 @@ def _timed(
         dtype=str(target.dtype).removeprefix("torch."),
         timings=race.timings,
         had_core=race.had_core,
-        setup_s={name: built[name].setup_s for name in calls},
+        prepare_s={name: built[name].prepare_s for name in calls},
+        first_call_s={name: built[name].first_call_s for name in calls},
         left_out=tuple(left_out),
         weaker_gate=admitted.weaker,
         ops=ops,
         submit=submit,
         kernels=kernels,
         end_to_end=end_to_end,
+        held_bytes=_held_bytes(target),
         extra_bytes=extra,
         fused=len(report.fused) if report else 0,
         lowered=sum(event.kind == "lowered" for event in report.events) if report else 0,
@@ -163,17 +175,23 @@ def dispatched_ops(call: Callable[[], object]) -> int:
 
 
 def launched_kernels(call: Callable[[], object]) -> int:
-    """Kernels that one call of ``call`` runs on the GPU, copies and fills included."""
+    """Kernels that one call of ``call`` runs on the GPU, and copies; cuBLAS's memsets of a few bytes are none."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.inference_mode(), torch.profiler.profile(activities=kinds) as profile:
         call()
         torch.cuda.synchronize()
-    return sum(event.device_type.name == "CUDA" for event in profile.events())
+    on_gpu = (event for event in profile.events() if event.device_type.name == "CUDA")
+    return sum(not event.name.startswith("Memset") for event in on_gpu)
 
 
-def extra_bytes(call: Callable[[], object]) -> int:
-    """Bytes that one call of ``call`` takes on the current GPU at its peak, beside what was taken before."""
+def extra_bytes(call: Callable[[], object], device: torch.device) -> int:
+    """Bytes that one call of ``call`` takes on ``device`` at its peak, beside what was taken before.
+
+    By the allocator of torch, which gives oneDNN its scratch memory, too. What MKL takes for itself is not seen.
+    """
+    if device.type == "cpu":
+        return _extra_on_cpu(call)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -181,6 +199,21 @@ def extra_bytes(call: Callable[[], object]) -> int:
         call()
     torch.cuda.synchronize()
     return torch.cuda.max_memory_allocated() - before
+
+
+def _extra_on_cpu(call: Callable[[], object]) -> int:
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    kinds = [torch.profiler.ProfilerActivity.CPU]
+    with torch.inference_mode(), torch.profiler.profile(activities=kinds, profile_memory=True) as profile:
+        call()
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    taken = itertools.accumulate(e.nbytes() for e in sorted(events, key=lambda e: e.start_ns()))
+    return max(taken, default=0)
+
+
+def _held_bytes(target: Target) -> int:
+    storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in [*target.tensors, *target.model.buffers()]}
+    return sum(storage.nbytes() for storage in storages.values())
 
 
 def _waiting(call: Callable[[], object]) -> Callable[[], object]:

@@ -38,8 +38,9 @@ class Variant:
 
     name: str
     run: Run
-    setup_s: float
-    """Seconds from the model to the end of the first call: optimizing, compiling."""
+    prepare_s: float
+    """Seconds to make it: optimizing. What compiles when it is called does so in its first call."""
+    first_call_s: float
     output: Any
     """What the first call returned."""
 
@@ -62,15 +63,18 @@ def build(name: str, target: Target, make: Callable[[Target], Run] | None = None
     start = time.perf_counter()
     try:
         run = (make or PEERS[name])(target)
+        made = time.perf_counter()
         with torch.inference_mode():
             output = run(*args, **kwargs)
+        if target.device.type == "cuda":
+            torch.cuda.synchronize(target.device)
     except DoesNotApply as reason:
         return LeftOut(name, str(reason))
     except Exception as error:
         if name == "eager":
             raise TargetRaised(f"{target.name}: the model's forward raised {one_line(error)}") from error
         return LeftOut(name, f"raised {one_line(error)}")
-    return Variant(name, run, time.perf_counter() - start, output)
+    return Variant(name, run, made - start, time.perf_counter() - made, output)
 
 
 def one_line(error: BaseException, *, named: bool = True, width: int = 300) -> str:

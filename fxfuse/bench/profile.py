@@ -13,7 +13,7 @@ from torch import fx, nn
 
 import fxfuse
 from fxfuse.bench import machine_rates, onednn_verbose, trace
-from fxfuse.bench.gate import admit
+from fxfuse.bench.gate import Admitted, admit
 from fxfuse.bench.kernel_names import COPY, OTHER, short
 from fxfuse.bench.machine_rates import Rates
 from fxfuse.bench.onednn_verbose import Primitive
@@ -21,6 +21,7 @@ from fxfuse.bench.parts import Part, parts
 from fxfuse.bench.peers import LeftOut, Variant
 from fxfuse.bench.predict import predict
 from fxfuse.bench.predict_compiled import NotPredicted, compiled
+from fxfuse.bench.progress import bar
 from fxfuse.bench.targets import Target
 from fxfuse.bench.timer import percentile
 from fxfuse.bench.work import FOLLOWS, Work
@@ -99,6 +100,8 @@ class Profile:
     set_ups: list[SetUp]
     left_out: list[LeftOut]
     notes: list[str]
+    unfinished: list[str] = field(default_factory=list)
+    """Columns that are not traced yet."""
 
     @property
     def broken(self) -> list[Line]:
@@ -111,32 +114,41 @@ def profile(
     *,
     traces: Path | None = None,
     progress: Callable[[str], object] = lambda _text: None,
+    admitted: Admitted | None = None,
+    after_each: Callable[[Profile], object] = lambda _so_far: None,
 ) -> Profile:
     """Profile ``names`` (keys of ``peers.PEERS``) on ``target``, with eager and fxfuse in any case. None: SET_UPS.
 
     ``traces``: where Chrome traces are left; ``t.json`` becomes ``t-eager.json`` and so on. What does not apply,
-    raises, or answers wrongly is never traced; it is named in ``left_out``. Raises BadTarget without example inputs,
-    TargetRaised where the model itself raises, OSError where a trace cannot be written.
+    raises, or answers wrongly is never traced; it is named in ``left_out``. ``admitted``: variants that were built and
+    compared before. ``after_each``: is given the profile as far as it got after each trace. Raises BadTarget without
+    example inputs, TargetRaised where the model itself raises, OSError where a trace cannot be written.
     """
     device = target.device
-    names = SET_UPS.get(device.type, ALWAYS) if names is None else names
-    admitted = admit((*ALWAYS, *names), target, progress)
-    built = admitted.variants
-    regions, notes = _parts(target, built["fxfuse"].run if "fxfuse" in built else None)
-    set_ups = []
-    for name, variant in built.items():
-        progress(f"tracing {name}")
-        set_ups.append(_traced(name, variant, target, regions, traces))
+    names = (*ALWAYS, *(SET_UPS.get(device.type, ALWAYS) if names is None else names))
+    admitted = admitted or admit(names, target, progress)
+    built = {name: variant for name, variant in admitted.variants.items() if name in names}
+    left_out = [gone for gone in admitted.left_out if gone.name in names]
+    optimized = built["fxfuse"].run if "fxfuse" in built else None
+    progress("predicting")
+    regions, notes = _parts(target, optimized)
+    predicted = {name: _predicted(name, regions) for name in built}
     progress("measuring the rates of the device")
-    works = [work for set_up in set_ups for done in set_up.works.values() for work in done]
+    works = [work for by_region, _ in predicted.values() for done in by_region.values() for work in done]
     dtypes = {done.dtype for work in works for done in work.passes if done.flops}
     rates = machine_rates.rates(device, [getattr(torch, name) for name in sorted(dtypes)])
-    for set_up in set_ups:
-        set_up.costs = [_cost(set_up, region, done, rates) for region, done in set_up.works.items()]
-    if regions:
-        notes += fallen_back(fxfuse.report(built["fxfuse"].run))
     dtype = str(target.dtype).removeprefix("torch.")
-    return Profile(target.name, device.type, dtype, rates, set_ups, admitted.left_out, notes)
+    found = Profile(target.name, device.type, dtype, rates, [], left_out, notes, list(built))
+    for done, (name, variant) in enumerate(built.items()):
+        progress(f"{bar(done, len(built))} tracing {name}")
+        set_up = _traced(name, variant, target, regions, predicted[name], traces)
+        set_up.costs = [_cost(set_up, region, done, rates) for region, done in set_up.works.items()]
+        found.set_ups.append(set_up)
+        found.unfinished.remove(name)
+        if name == "fxfuse" and regions:
+            found.notes += fallen_back(fxfuse.report(variant.run))
+        after_each(found)
+    return found
 
 
 def _parts(target: Target, optimized: Callable[..., object] | None) -> tuple[list[Part], list[str]]:
@@ -158,14 +170,20 @@ def fallen_back(report: Report) -> Iterator[str]:
             yield f"{count} call{'s' * (count != 1)} of {path or 'the model'} did not run fused: {reason}"
 
 
-def _traced(name: str, variant: Variant, target: Target, regions: list[Part], traces: Path | None) -> SetUp:
+Predicted = tuple[dict[str, list[Work]], str]
+"""Region -> its work, or why there is none."""
+
+
+def _traced(
+    name: str, variant: Variant, target: Target, regions: list[Part], predicted: Predicted, traces: Path | None
+) -> SetUp:
     device, run = target.device, variant.run
     args, kwargs = target.example()
     marks = {}
     if name in ALWAYS and isinstance(run, nn.Module):
         marks = {region.path: run.get_submodule(region.path) for region in regions}
     file = None if traces is None else traces.with_stem(f"{traces.stem}-{name}")
-    works, why = _predicted(name, regions)
+    works, why = predicted
     with torch.inference_mode(), trace.marked(marks):
         calls = trace.trace(lambda: run(*args, **kwargs), device, keep=file)
         last = calls[-1]
@@ -189,8 +207,7 @@ def _us(call: trace.Call, part: str | None, device: torch.device) -> float:
     return call.us if part is None else call.part_us.get(part, 0.0)
 
 
-def _predicted(name: str, regions: list[Part]) -> tuple[dict[str, list[Work]], str]:
-    """Region -> its work, or why there is none."""
+def _predicted(name: str, regions: list[Part]) -> Predicted:
     if name in ALWAYS:
         return {r.path: predict(r.before if name == "eager" else r.after, r.facts, r.leaves) for r in regions}, ""
     if name not in COMPILED:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from tabulate import tabulate
 
 from fxfuse.bench import render
+from fxfuse.bench.gate import Admitted
 from fxfuse.bench.kernel_names import short
 from fxfuse.bench.machine_rates import Rates
-from fxfuse.bench.profile import Cost, Line, Profile, SetUp, Verdict
+from fxfuse.bench.peers import one_line
+from fxfuse.bench.profile import Cost, Line, Profile, SetUp, Verdict, profile
+from fxfuse.bench.roofline import si
 from fxfuse.bench.schema import PROFILE
+from fxfuse.bench.targets import Target
 from fxfuse.bench.trace import Kernel
 from fxfuse.bench.work import Work
 
@@ -22,9 +26,11 @@ _WIDTH = 100
 
 LEGEND = (
     "predicted: from the graph, before anything ran; observed: in one traced call.\n"
-    "≥: only a part is predicted, and why stands last.\n"
-    "floor: the least time for the bytes and products at the device's measured rates, kernel by kernel, as if none\n"
-    "found in a cache what another left there. Times are taken under the profiler, which adds to the host's."
+    "≥: only a part is predicted, and why stands last. region: the path of a module; . is the model itself.\n"
+    "host ops: operators that are called, and those inside them that have a kernel of their own.\n"
+    "products: operations of matrix products; moved: bytes to and from memory; floor: the least time for these at the\n"
+    "device's measured rates, kernel by kernel, as if none found in a cache what another left there.\n"
+    "Times are taken under the profiler, which adds to the host's."
 )
 
 
@@ -35,8 +41,9 @@ def table(profile: Profile, *, nodes: bool = False) -> str:
         parts += _set_up(set_up, profile.device)
         if nodes and set_up.works:
             rows = [_node(region, work, profile.rates) for region, works in set_up.works.items() for work in works]
-            parts.append(_simple(rows, ["region", "node", "op", "kernels", "MFLOP", "MB", "floor µs"], "llllrrr"))
-    remarks = [f"left out: {gone.name}: {gone.reason}" for gone in profile.left_out] + profile.notes
+            parts.append(_simple(rows, ["region", "node", "op", "kernels", "products", "moved", "floor"], "llllrrr"))
+    remarks = [f"not finished: {', '.join(profile.unfinished)}"] if profile.unfinished else []
+    remarks += [f"left out: {gone.name}: {gone.reason}" for gone in profile.left_out] + profile.notes
     return "\n\n".join(filter(None, [*parts, "\n".join(remarks), LEGEND]))
 
 
@@ -46,8 +53,8 @@ def _verdicts(profile: Profile) -> str:
 
 
 def _rates(profile: Profile) -> str:
-    products = "".join(f", {flops / 1e12:.3g} TFLOP/s {dtype}" for dtype, flops in profile.rates.flops.items())
-    return f"measured rates: {profile.rates.bandwidth / 1e9:.4g} GB/s{products} (kept: {profile.rates.kept})"
+    products = "".join(f", {si(flops, 'FLOP')}/s {dtype}" for dtype, flops in profile.rates.flops.items())
+    return f"measured rates: {si(profile.rates.bandwidth, 'B')}/s{products} (kept: {profile.rates.kept})"
 
 
 def _set_up(set_up: SetUp, device: str) -> Iterator[str]:
@@ -55,13 +62,13 @@ def _set_up(set_up: SetUp, device: str) -> Iterator[str]:
     head = ["region", "what", "predicted", "observed", "verdict", "seen, or why not"]
     yield _simple([_row(line) for line in _folded(set_up.lines)], head, "llrrll")
     if set_up.costs:
-        yield _simple(map(_cost, set_up.costs), ["region", "MFLOP", "MB", "floor µs", "observed µs"], "lrrrr")
+        yield _simple(map(_cost, set_up.costs), ["region", "products", "moved", "floor", "observed"], "lrrrr")
     if set_up.call.kernels:
         yield _simple(map(_kernel, set_up.call.kernels), ["at µs", "µs", "kind", "tile", "layout", "kernel"], "rrllll")
     if set_up.primitives:
         counted = Counter((p.primitive, p.implementation, p.problem, p.post_ops) for p in set_up.primitives)
         rows = [(*what, count) for what, count in counted.items()]
-        yield _simple(rows, ["oneDNN", "implementation", "problem", "with it", "times"], "llllr")
+        yield _simple(rows, ["oneDNN primitive", "implementation", "problem", "epilogue", "times"], "llllr")
     if set_up.trace_file:
         yield f"trace: {set_up.trace_file}"
 
@@ -69,7 +76,7 @@ def _set_up(set_up: SetUp, device: str) -> Iterator[str]:
 def _headline(set_up: SetUp, device: str) -> str:
     call = set_up.call
     called = sum(op.called for op in call.operators)
-    host = f"{called} operators called, {set_up.us:.0f} µs a call under the profiler"
+    host = f"{called} operators called, {_time(set_up.us)} a call under the profiler"
     if device != "cuda":
         return host
     return (
@@ -101,13 +108,13 @@ def _row(line: Line) -> tuple[object, ...]:
 
 
 def _cost(cost: Cost) -> tuple[object, ...]:
-    floor, observed = f"{cost.floor_us:.1f}", f"{cost.observed_us:.1f}"
-    return _path(cost.region), f"{cost.flops / 1e6:.4g}", f"{cost.moved / 1e6:.4g}", floor, observed
+    costs = si(cost.flops, "FLOP"), si(cost.moved, "B"), _time(cost.floor_us), _time(cost.observed_us)
+    return _path(cost.region), *costs
 
 
 def _node(region: str, work: Work, rates: Rates) -> tuple[object, ...]:
     kernels = ", ".join(kind if count == 1 else f"{count} {kind}" for kind, count in work.kernels.items())
-    costs = f"{work.flops / 1e6:.4g}", f"{work.moved / 1e6:.4g}", f"{work.floor_s(rates) * 1e6:.1f}"
+    costs = si(work.flops, "FLOP"), si(work.moved, "B"), render.time(work.floor_s(rates))
     return _path(region), work.node, work.op, _cut(work.unknown or work.unknown_kernels or kernels), *costs
 
 
@@ -115,6 +122,10 @@ def _kernel(kernel: Kernel) -> tuple[object, ...]:
     says = kernel.says
     name = _cut(short(kernel.name))
     return f"{kernel.start_us:.1f}", f"{kernel.us:.1f}", says.kind, says.tile, f"{says.layout} {says.dtype}", name
+
+
+def _time(us: float) -> str:
+    return render.time(us * 1e-6)
 
 
 def _path(region: str) -> str:
@@ -131,11 +142,12 @@ def _simple(rows: Iterable[tuple[object, ...]], head: list[str], align: str) -> 
 
 
 def as_json(profile: Profile) -> str:
+    """``document`` as text."""
+    return json.dumps(document(profile), indent=1, ensure_ascii=False, allow_nan=False)
+
+
+def document(profile: Profile) -> dict[str, Any]:
     """``fxfuse.profile/1``. Times in microseconds, bytes and operations as they are."""
-    return json.dumps(_document(profile), indent=1, ensure_ascii=False, allow_nan=False)
-
-
-def _document(profile: Profile) -> dict[str, Any]:
     return {
         "schema": PROFILE,
         "machine": render.machine(),
@@ -147,7 +159,18 @@ def _document(profile: Profile) -> dict[str, Any]:
         "setups": [_set_up_document(set_up, profile.rates) for set_up in profile.set_ups],
         "left_out": [{"name": gone.name, "reason": gone.reason} for gone in profile.left_out],
         "notes": profile.notes,
+        "unfinished": profile.unfinished,
     }
+
+
+def to_show(target: Target, admitted: Admitted, progress: Callable[[str], object]) -> dict[str, Any]:
+    """``document`` of variants that were timed, to be shown beside their times; where that fails, one that says so."""
+    try:
+        return document(profile(target, admitted=admitted, progress=progress))
+    except Exception as error:
+        on = {"device": target.device.type, "dtype": str(target.dtype).removeprefix("torch.")}
+        note = f"what ran is not shown: profiling raised {one_line(error)}"
+        return {"schema": PROFILE, "target": target.name, **on, "setups": [], "notes": [note]}
 
 
 def _set_up_document(set_up: SetUp, rates: Rates) -> dict[str, Any]:

@@ -6,6 +6,14 @@ import sys
 from types import TracebackType
 from typing import Self
 
+_WIDTH = 20
+
+
+def bar(done: int, total: int) -> str:
+    """How much of ``total`` is done, as a bar of fixed width."""
+    full = _WIDTH * done // total
+    return f"[{'#' * full}{'.' * (_WIDTH - full)}]"
+
 
 class Progress:
     """Call it with a text to replace the line; leaving the context wipes it. Silent where stderr is no terminal."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,18 +60,26 @@ class Outputs:
         if self.html is not None:
             html.environment()
 
-    def write(self, results: Sequence[Result], settings: dict[str, Any], unfinished: Sequence[str] = ()) -> None:
-        """Write every file anew. ``unfinished``: the targets that there is no result for yet."""
+    def write(
+        self,
+        results: Sequence[Result],
+        settings: dict[str, Any],
+        unfinished: Sequence[str] = (),
+        profiles: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
+        """Write every file anew. ``unfinished``: the targets that there is no result for yet. ``profiles``: documents
+        of ``fxfuse.profile/1`` for the HTML report, where ``profile`` names no file."""
         if self.json not in (None, "-"):
-            _write(str(self.json), render.as_json(results, settings, unfinished) + "\n", last=not unfinished)
+            write(str(self.json), render.as_json(results, settings, unfinished) + "\n", last=not unfinished)
         if self.markdown is not None:
-            _write(self.markdown, render.as_markdown(results, unfinished), last=not unfinished)
+            write(self.markdown, render.as_markdown(results, unfinished), last=not unfinished)
         if self.html is not None:
-            profile = None if self.profile is None else schema.read(self.profile, schema.PROFILE)
-            _write(self.html, html.report(results, unfinished, profile), last=not unfinished)
+            shown = profiles if self.profile is None else [schema.read(self.profile, schema.PROFILE)]
+            write(self.html, html.report(results, unfinished, shown), last=not unfinished)
 
 
-def _write(file: str, text: str, *, last: bool) -> None:
+def write(file: str, text: str, *, last: bool) -> None:
+    """Replace ``file`` by one with ``text``. A pipe or a device is written to when it is the ``last`` time."""
     place = Path(file)
     if place.exists() and not place.is_file():
         # A pipe or a device cannot be replaced, and keeps what was written to it before.

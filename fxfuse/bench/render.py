@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import re
+import textwrap
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
@@ -16,18 +17,34 @@ from tabulate import tabulate
 
 from fxfuse.bench.done import done
 from fxfuse.bench.measure import Result
+from fxfuse.bench.profile import fallen_back
 from fxfuse.bench.schema import BENCH
 from fxfuse.bench.timer import Spread, Timing, rankable, speedup
 from fxfuse.report import Report, short_source
+from fxfuse.tuning import HAD_CORE
 
-LEGEND = (
-    "median, 20–80 %: microseconds a call, inference mode (--train: no); x eager: how many times as fast as eager;\n"
-    "fxfuse is, vs: how many times as fast as that variant fxfuse is; ops: operators dispatched a call.\n"
-    "set-up s: from the model to the end of the first call; with --shapes the first call at that size.\n"
-    "On a GPU times are of the GPU; host µs: until a call is enqueued, waiting µs: until its answer is there;\n"
-    "extra MiB: memory that a call takes at its peak; gemms: the bare products, a floor.\n"
-    "≈: the rounds of this run do not agree on which of the two is faster, so it ranks nothing.\n"
-    "core: how much of the time the timing thread had one; where not all of it, other programs ran: measure again."
+TERMS = {
+    "median, 20–80 %": "time a call, and from the 20th to the 80th percentile of the rounds; in inference mode, but "
+    "for --train; on a GPU the time of the GPU.",
+    "vs eager": "how many times as fast as eager.",
+    "fxfuse vs it": "how many times as fast as this row fxfuse is.",
+    "≈": "the rounds of this run do not agree on which of the two is faster, so it ranks nothing.",
+    "prepare s": "optimizing.",
+    "first call s": "with what is compiled then; with --shapes the first call at that size. What fxfuse measured and "
+    "torch compiled is kept on disk, and the next run takes less.",
+    "ops": "operators that eager and fxfuse dispatch a call.",
+    "extra MiB": "memory that a call takes at its peak, by the allocator of torch.",
+    "peak MiB": "the same with weights and inputs, without copies of weights that a variant keeps.",
+    "host, waiting": "on a GPU, until a call is enqueued, and until its answer is there.",
+    "compile": "torch.compile; compile-freezing: with freezing; compile-max: with max-autotune.",
+    "liger, onednn": "Liger's kernels; oneDNN called by hand.",
+    "gemms": "the bare products, a floor.",
+    "core": "how much of the time the timing thread had one; where not all of it, other programs ran: measure again.",
+}
+"""What the words in the tables mean."""
+
+LEGEND = "\n".join(
+    textwrap.fill(f"{term}: {meaning}", 118, subsequent_indent="    ") for term, meaning in TERMS.items()
 )
 
 
@@ -47,49 +64,74 @@ def _variants(result: Result, style: str) -> str:
 
 def head(result: Result) -> list[str]:
     """The columns of ``rows``."""
-    columns = ["", "median µs", "20–80 %", "x eager", "fxfuse is", "set-up s", "ops"]
-    return columns + (["host µs", "waiting µs", "kernels", "extra MiB"] if result.submit else [])
+    unit = _unit(result)
+    columns = ["", f"median {unit}", "20–80 %", "vs eager", "fxfuse vs it", "prepare s", "first call s", "ops"]
+    columns += ["peak MiB", "extra MiB"] if result.extra_bytes else []
+    return columns + (["host µs", f"waiting {unit}", "kernels"] if result.submit else [])
 
 
 def rows(result: Result) -> list[tuple[object, ...]]:
     """One for each variant."""
-    eager, ours = result.timings["eager"], result.timings.get("fxfuse")
+    eager, ours, unit = result.timings["eager"], result.timings.get("fxfuse"), _unit(result)
     found: list[tuple[object, ...]] = []
     for name, timing in result.timings.items():
         spread = timing.spread
         found.append(
             (
                 name,
-                _us(spread.median),
-                f"{_us(spread.p20)}–{_us(spread.p80)}",
+                _in(unit, spread.median),
+                f"{_in(unit, spread.p20)}–{_in(unit, spread.p80)}",
                 "" if name == "eager" else _times(speedup(timing, eager)),
                 "" if name == "fxfuse" or ours is None else _times(speedup(ours, timing)),
-                "" if name == "eager" else f"{result.setup_s[name]:.2f}",
+                "" if name == "eager" else f"{result.prepare_s[name]:.2f}",
+                f"{result.first_call_s[name]:.2f}",
                 result.ops.get(name, ""),
-                *(_on_gpu(result, name) if result.submit else []),
+                *(_memory(result, name) if result.extra_bytes else []),
+                *(_on_gpu(result, name, unit) if result.submit else []),
             )
         )
     return found
 
 
-def _on_gpu(result: Result, name: str) -> list[object]:
-    return [
-        _us(result.submit[name].spread.median),
-        _us(result.end_to_end[name].spread.median),
-        result.kernels[name],
-        f"{result.extra_bytes[name] / 2**20:.1f}",
-    ]
+def _memory(result: Result, name: str) -> list[object]:
+    extra = result.extra_bytes[name]
+    return [f"{size / 2**20:.1f}" for size in (result.held_bytes + extra, extra)]
+
+
+def _on_gpu(result: Result, name: str, unit: str) -> list[object]:
+    host, waiting = result.submit[name].spread.median, result.end_to_end[name].spread.median
+    return [_in("µs", host), _in(unit, waiting), result.kernels[name]]
 
 
 def remarks(result: Result) -> list[str]:
     """What was fused, how far the figures can be trusted, and what was left out and why."""
+    return [*([] if result.fxfuse_failed else [f"{_counted(result)}; {fewer(result)}"]), *caveats(result)]
+
+
+def _counted(result: Result) -> str:
+    done = [f"{result.fused} fused"] if result.fused else []
+    done += [f"{result.lowered} lowered (one operator, a faster implementation)"] if result.lowered else []
+    return ", ".join(done) or "nothing was fused"
+
+
+def fewer(result: Result) -> str:
+    """What a call of fxfuse is made of, where a call of eager was so much; "" where there is no fxfuse."""
+    if result.fxfuse_failed:
+        return ""
+    if result.kernels:
+        eager, ours = (result.kernels[name] for name in ("eager", "fxfuse"))
+        return f"GPU kernels a call: {eager} → {ours} ({result.kernels_saved} fewer were predicted)"
+    eager, ours = (result.ops[name] for name in ("eager", "fxfuse"))
+    return f"operators dispatched a call: {eager} → {ours}"
+
+
+def caveats(result: Result) -> list[str]:
+    """How far the figures can be trusted, and what was left out and why."""
     lines = []
-    if not result.fxfuse_failed:
-        lines.append(
-            f"fused {result.fused}, lowered {result.lowered}; predicted kernels saved a call: {result.kernels_saved}"
-        )
     if result.device == "cpu":
-        lines.append(f"the timing thread had a core {result.had_core:.0%} of the time")
+        busy = ": other programs ran, so measure again" if result.had_core < HAD_CORE else ""
+        lines.append(f"the timing thread had a core {result.had_core:.0%} of the time{busy}")
+    lines += fallen_back(result.report) if result.report else []
     if result.weaker_gate:
         lines.append(f"answers compared by the norm of their error only: {result.weaker_gate}")
     return [*lines, *(f"left out: {gone.name}: {gone.reason}" for gone in result.left_out)]
@@ -107,8 +149,8 @@ def summary(results: Sequence[Result], style: str = "simple") -> str:
         last = f"{result.had_core:.0%}" if result.device == "cpu" else _host(result)
         rows.append((result.label, result.dtype, _median(result, "eager"), _median(result, "fxfuse"), *gains, last))
     on_gpu = any(result.device == "cuda" for result in results)
-    last = "host µs, kernels" if on_gpu else "core"
-    header = ("", "dtype", "eager µs", "fxfuse µs", *(f"vs {name}" for name in others), last)
+    last = "host, kernels" if on_gpu else "core"
+    header = ("", "dtype", "eager", "fxfuse", *(f"vs {name}" for name in others), last)
     align = ("left", "left", *["right"] * (len(header) - 2))
     return tabulate(rows, header, tablefmt=style, colalign=align, disable_numparse=True)
 
@@ -125,7 +167,8 @@ def as_markdown(results: Sequence[Result], unfinished: Sequence[str] = ()) -> st
             escaped = [[text.replace("|", "\\|") for text in row] for row in cells]
             columns = ["", "what", "outcome", "where"]
             parts.append(f"**{title}**\n\n" + tabulate(escaped, columns, tablefmt="github", disable_numparse=True))
-    return "\n\n".join([*parts, "## How to read this", LEGEND]) + "\n"
+    legend = "\n".join(f"- **{term}**: {meaning}" for term, meaning in TERMS.items())
+    return "\n\n".join([*parts, "## How to read this", legend]) + "\n"
 
 
 def _code(text: str) -> str:
@@ -202,6 +245,7 @@ def _as_dict(result: Result) -> dict[str, Any]:
         "lowered": result.lowered,
         "kernels_saved": result.kernels_saved,
         "ops": result.ops,
+        "held_bytes": result.held_bytes,
         "variants": [
             {
                 "name": name,
@@ -210,7 +254,8 @@ def _as_dict(result: Result) -> dict[str, Any]:
                 "p80_s": timing.spread.p80,
                 "rounds": len(timing.samples),
                 "calls": timing.calls,
-                "setup_s": result.setup_s[name],
+                "setup_s": result.prepare_s[name] + result.first_call_s[name],
+                "first_call_s": result.first_call_s[name],
                 "speedup_over_eager": _ratio(timing, eager),
                 "fxfuse_speedup": _ratio(ours, timing) if ours else None,
                 "submit_s": result.submit[name].spread.median if result.submit else None,
@@ -239,19 +284,38 @@ def _ratio(ours: Timing, theirs: Timing) -> dict[str, Any]:
 
 
 def _median(result: Result, name: str) -> str:
-    return _us(result.timings[name].spread.median) if name in result.timings else "—"
+    eager = result.timings["eager"].spread.median
+    return time(result.timings[name].spread.median, like=eager) if name in result.timings else "—"
 
 
 def _host(result: Result) -> str:
-    """Of eager and of fxfuse, as "45 → 18, 5 → 2"."""
+    """Of eager and of fxfuse, as "45 µs → 18 µs, 5 → 2"."""
     names = [name for name in ("eager", "fxfuse") if name in result.submit]
-    host = " → ".join(_us(result.submit[name].spread.median) for name in names)
+    host = " → ".join(time(result.submit[name].spread.median) for name in names)
     return f"{host}, {' → '.join(str(result.kernels[name]) for name in names)}"
 
 
-def _us(seconds: float) -> str:
-    us = seconds * 1e6
-    return f"{us:.0f}" if us >= 100 else f"{us:.1f}"
+_PER_SECOND = {"µs": 1e6, "ms": 1e3}
+
+
+def _unit(result: Result) -> str:
+    """Of one target's times."""
+    return _unit_of(result.timings["eager"].spread.median)
+
+
+def _unit_of(seconds: float) -> str:
+    return "µs" if seconds < 10e-3 else "ms"
+
+
+def _in(unit: str, seconds: float) -> str:
+    value = seconds * _PER_SECOND[unit]
+    return f"{value:.0f}" if value >= 99.95 else f"{value:.1f}"
+
+
+def time(seconds: float, like: float | None = None) -> str:
+    """With its unit, or that of the time ``like``, which stands beside."""
+    unit = _unit_of(seconds if like is None else like)
+    return f"{_in(unit, seconds)} {unit}"
 
 
 def _times(ratio: Spread) -> str:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fxfuse.bench import schema
+from fxfuse.bench.progress import bar
 from fxfuse.errors import FxfuseError
 
 FOLDERS = {"fxfuse": "fxfuse", "passes": "fxfuse/passes"}
@@ -43,8 +44,9 @@ def bench(
         _copy(root, sides["head"])
         found: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
         for number in range(runs):
-            for side in sorted(sides, reverse=number % 2 == 1):
-                progress(f"run {number + 1} of {runs}, {base if side == 'base' else 'this checkout'}")
+            for turn, side in enumerate(sorted(sides, reverse=number % 2 == 1)):
+                revision = base if side == "base" else "this checkout"
+                progress(f"{bar(2 * number + turn, 2 * runs)} run {number + 1} of {runs}, {revision}")
                 found[side].append(_run(sides[side], arguments))
     return found["base"], found["head"]
 

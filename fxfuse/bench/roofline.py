@@ -28,7 +28,7 @@ class _Point:
     """Operations a second in the floor time of the profile."""
 
     def __str__(self) -> str:
-        return f"{self.setup}, region {self.region}: {self.x:.1f} operations a byte, {_si(self.y)} a second"
+        return f"{self.setup}, region {self.region}: {self.x:.1f} operations a byte, {si(self.y, 'FLOP')} a second"
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def _roofs(scale: _Scale, rates: Mapping[str, Any]) -> Iterator[Element]:
         line = [scale.at(x, min(flops, x * bandwidth)) for x in corners]
         end = line[-1]
         yield element("path", d="M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in line), class_="roof")
-        text = f"{dtype}: {_si(flops)}/s"
+        text = f"{dtype}: {si(flops, 'FLOP')}/s"
         yield element("text", text, x=end[0] - 4, y=end[1] - 5, text_anchor="end", class_="faint")
 
 
@@ -118,7 +118,7 @@ def _grid(scale: _Scale) -> Iterator[Element]:
     for power in range(scale.ys[0], scale.ys[1] + 1):
         _, y = scale.at(10.0 ** scale.xs[0], 10.0**power)
         yield element("line", x1=_LEFT, x2=right, y1=y, y2=y, class_="grid")
-        yield element("text", f"{_si(10.0**power)}/s", x=_LEFT - 6, y=y + 4, text_anchor="end", class_="faint")
+        yield element("text", f"{si(10.0**power, 'FLOP')}/s", x=_LEFT - 6, y=y + 4, text_anchor="end", class_="faint")
     middle = _LEFT + _WIDTH / 2
     yield element("text", "operations a byte", x=middle, y=bottom + 34, text_anchor="middle", class_="faint")
 
@@ -129,9 +129,9 @@ def _decades(values: Sequence[float]) -> tuple[int, int]:
     return low, max(high, low + 1)
 
 
-def _si(operations: float) -> str:
+def si(amount: float, unit: str) -> str:
     """``1.2e12`` as 1.2 TFLOP."""
     for power, name in ((15, "P"), (12, "T"), (9, "G"), (6, "M"), (3, "k")):
-        if operations >= 10.0**power:
-            return f"{operations / 10.0**power:.3g} {name}FLOP"
-    return f"{operations:.3g} FLOP"
+        if amount >= 10.0**power:
+            return f"{amount / 10.0**power:.3g} {name}{unit}"
+    return f"{amount:.3g} {unit}"

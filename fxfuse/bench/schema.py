@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,8 @@ class _Record:
 
     fields: Mapping[str, Any]
     more: bool = False
+    later: Mapping[str, Any] = field(default_factory=dict)
+    """Keys that files from before they came do not have."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,8 @@ _VARIANT = _Record(
         "kernels": _Or(_COUNT),
         "end_to_end_s": _Or(_SECONDS),
         "extra_bytes": _Or(_COUNT),
-    }
+    },
+    later={"first_call_s": _COUNT},
 )
 _EVENT = _Record(
     {"kind": str, "rule": str, "region": str, "nodes": _List(str), "source": str, "reason": str}, more=True
@@ -97,7 +100,8 @@ _RESULT = _Record(
         "weaker_gate": str,
         "left_out": _List(_Record({"name": str, "reason": str})),
         "report": _Or(_REPORT),
-    }
+    },
+    later={"held_bytes": _COUNT},
 )
 _BENCH = _Record(
     {
@@ -180,8 +184,9 @@ def _check(value: Any, shape: Any, at: str) -> None:
     elif isinstance(shape, _Record):
         _expect(isinstance(value, dict), value, "an object", where)
         _check_names(value, shape, where)
-        for name, inner in shape.fields.items():
-            _check(value[name], inner, f"{at}.{name}".removeprefix("."))
+        for name, inner in {**shape.fields, **shape.later}.items():
+            if name in value:
+                _check(value[name], inner, f"{at}.{name}".removeprefix("."))
     elif isinstance(shape, _Map):
         _expect(isinstance(value, dict), value, "an object", where)
         for name, inner in value.items():
@@ -200,7 +205,7 @@ def _check_names(value: dict[str, Any], shape: _Record, where: str) -> None:
     missing = [name for name in shape.fields if name not in value]
     if missing:
         raise BadDocument(f"{where} has no {missing[0]}")
-    unknown = [name for name in value if name not in shape.fields]
+    unknown = [name for name in value if name not in shape.fields and name not in shape.later]
     if unknown and not shape.more:
         raise BadDocument(f"{where} has {unknown[0]}, which the schema does not know")
 

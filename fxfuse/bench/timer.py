@@ -17,6 +17,8 @@ from typing import Protocol
 
 import torch
 
+from fxfuse.bench.progress import bar
+
 Call = Callable[[], object]
 
 
@@ -96,9 +98,10 @@ class Effort:
 
     rounds: int = 30
     warmup_s: float = 0.3
-    """Each variant runs at least this long before the first round."""
+    """Each variant is warmed up at least this long before the first round."""
     block_s: float = 0.005
-    """A sample is a block of calls that lasts about this long, so that the clock's own cost does not show."""
+    """A sample is a block of calls that lasts about this long, so that the clock's own cost does not show, unless what
+    the clock does between calls would make that ``MOST_WAITING`` times as long."""
     budget_s: float | None = 20.0
     """No round begins after the samples add up to this, but for ``LEAST_ROUNDS``. None: no such limit."""
 
@@ -106,6 +109,7 @@ class Effort:
 QUICK = Effort(rounds=7, warmup_s=0.05, block_s=0.002)
 
 LEAST_ROUNDS = 5
+MOST_WAITING = 20
 
 
 @dataclass(frozen=True)
@@ -192,7 +196,7 @@ def interleaved(
         for done in range(effort.rounds):
             if spent > budget and done >= LEAST_ROUNDS:
                 break
-            progress(f"round {done + 1} of {effort.rounds}")
+            progress(f"{bar(done, effort.rounds)} round {done + 1} of {effort.rounds}")
             shuffle(order)
             for name in order:
                 samples[name].append(clock.block(variants[name], calls[name]))
@@ -203,12 +207,14 @@ def interleaved(
 
 def _warm_up(call: Call, clock: Clock, effort: Effort) -> int:
     """Run for ``warmup_s`` and return how many calls make a block."""
-    spent, fastest = 0.0, math.inf
-    while spent < effort.warmup_s or math.isinf(fastest):
+    start, spent, blocks, fastest = time.perf_counter(), 0.0, 0, math.inf
+    while max(spent, time.perf_counter() - start) < effort.warmup_s or math.isinf(fastest):
         seconds = clock.block(call, 1)
-        spent += seconds
-        fastest = min(fastest, seconds)
-    return max(1, round(effort.block_s / fastest)) if fastest > 0 else 1
+        spent, blocks, fastest = spent + seconds, blocks + 1, min(fastest, seconds)
+    if fastest <= 0:
+        return 1
+    waited = (time.perf_counter() - start) / blocks
+    return max(1, round(min(effort.block_s / fastest, MOST_WAITING * effort.block_s / waited)))
 
 
 @contextmanager

@@ -41,9 +41,17 @@ frame.onload = () => {{
     const apart = s.left >= t.right || t.left >= s.right || s.top >= t.bottom || t.top >= s.bottom;
     if (!apart) found.push("on a box: " + a.textContent);
   }}));
+  const low = s => Math.max(0, ...[...page.querySelectorAll(s)].slice(0, 1).map(e => e.getBoundingClientRect().bottom));
+  const answers = {{did: low("ul.plain"), brought: low(".bar.ours")}};
+  const fetched = frame.contentWindow.performance.getEntriesByType("resource").map(e => e.name);
+  const reaches = e => {{ e.focus(); return page.activeElement === e; }};
+  const reached = [...page.querySelectorAll("a, summary, [tabindex]")].filter(reaches);
+  const scrolls = [...page.querySelectorAll("*")].filter(e => e.scrollWidth > e.clientWidth + 1
+    && ["auto", "scroll"].includes(frame.contentWindow.getComputedStyle(e).overflowX));
+  const keys = {{scrolling: scrolls.length, unreached: scrolls.filter(e => !reached.includes(e)).length}};
   const background = frame.contentWindow.getComputedStyle(page.body).backgroundColor;
   const wide = page.documentElement.scrollWidth;
-  document.querySelector("pre").textContent = JSON.stringify({{found, background, wide}});
+  document.querySelector("pre").textContent = JSON.stringify({{found, background, wide, answers, fetched, keys}});
 }};
 </script>"""
 
@@ -71,7 +79,8 @@ def pages(tmp_path_factory):
     rates = {"bandwidth": 4e12, "flops": {"bfloat16": 8e14}}
     return {
         "graph": fxfuse.draw(model, folder / "a.html").read_text(),
-        "report": report.report(results, profile={"target": "", "setups": setups, "rates": rates}),
+        "one": report.report(results[:1]),
+        "report": report.report(results, profiles=[{"target": "", "setups": setups, "rates": rates}]),
     }
 
 
@@ -81,6 +90,21 @@ def test_nothing_is_cut_off(name, width, pages, tmp_path):
     seen = looked_at(pages[name], tmp_path, width)
     assert seen["found"] == []
     assert seen["wide"] <= width
+
+
+@pytest.mark.parametrize(("width", "height"), [(390, 844), (1280, 800)])
+def test_the_first_screen_says_what_was_done_and_what_it_brought(width, height, pages, tmp_path):
+    seen = looked_at(pages["one"], tmp_path, width)
+    assert 0 < seen["answers"]["did"] < height
+    assert 0 < seen["answers"]["brought"] < height
+
+
+@pytest.mark.parametrize("name", ["graph", "report"])
+def test_keys_reach_all_that_scrolls_and_nothing_is_fetched(name, pages, tmp_path):
+    seen = looked_at(pages[name], tmp_path, 390)
+    assert seen["keys"]["scrolling"] > 0
+    assert seen["keys"]["unreached"] == 0
+    assert seen["fetched"] == []
 
 
 def test_dark_follows_the_reader(pages, tmp_path):

@@ -126,7 +126,14 @@ def timed(result, **times):
 @pytest.mark.parametrize(
     ("times", "says"),
     [
-        ({"eager": 3.0, "fxfuse": 2.0}, "1.50 times as fast as eager (1.50–1.50 in most rounds)."),
+        (
+            {"eager": 3.0, "fxfuse": 2.0},
+            "3000 ms → 2000 ms a call: 1.50 times as fast as eager (1.50–1.50 in most rounds).",
+        ),
+        (
+            {"eager": 12e-3, "fxfuse": 8e-3},
+            "12.0 ms → 8.0 ms a call: 1.50 times as fast as eager (1.50–1.50 in most rounds).",
+        ),
         ({"eager": 3.0, "fxfuse": 4.0}, "fxfuse is slower than eager here: 0.75 times as fast."),
         (
             {"eager": 3.0, "fxfuse": 3.0},
@@ -135,12 +142,25 @@ def timed(result, **times):
         ({"eager": 3.0}, "fxfuse gave no answer that could be timed; what is left out below says why."),
         (
             {"eager": 4.0, "fxfuse": 2.0, "compile": 3.0, "gemms": 1.0},
-            "2.00 times as fast as eager (2.00–2.00 in most rounds), 1.50 times as fast as compile.",
+            "4000 ms → 2000 ms a call: 2.00 times as fast as eager (2.00–2.00 in most rounds), 1.50 times as fast as "
+            "torch.compile.",
         ),
     ],
 )
 def test_headlines(times, says, result):
     assert report.headline(timed(result, **times)) == says
+
+
+def test_the_top_says_in_short_what_was_done(result):
+    short = report.in_short(result)
+    assert ("fused", "once: Linear, relu → one linear_act relu") in short
+    assert ("kept", "once: matmul is returned as well") in short
+
+
+def test_the_top_says_which_call_was_made_of_how_much(result):
+    text = Page(report.report([result])).text
+    ops = result.ops
+    assert f"operators dispatched a call: {ops['eager']} → {ops['fxfuse']}" in text
 
 
 def rects(drawing, kind):
@@ -163,6 +183,22 @@ def test_the_timeline_has_one_scale_and_begins_with_the_first_kernel():
     assert boxes[1][0] - boxes[0][0] == pytest.approx(boxes[0][1] * 70 / 60, rel=0.01)
     assert boxes[2][1] / boxes[1][1] == pytest.approx(50 / 30, rel=0.01)
     assert "nvjet<1>" in [e.text.splitlines()[0] for e in drawing.iter("title")]
+
+
+def test_the_timeline_says_its_units_and_colours():
+    said = [e.text for e in charts.timeline(PROFILE["setups"]).iter("text")]
+    assert "eager: 2 kernels in 100 µs" in said
+    assert {"0", "20.0 µs"} <= set(said)
+    assert {"product", "product, something fused", "anything else"} <= set(said)
+    assert "product, something fused" not in [e.text for e in charts.timeline(PROFILE["setups"][:1]).iter("text")]
+
+
+def test_the_timeline_has_one_unit():
+    one = {"name": "k", "kind": "gemm", "start_us": 0.0, "us": 15e3}
+    drawing = charts.timeline(
+        [{"name": "eager", "kernels": [one]}, {"name": "fxfuse", "kernels": [{**one, "us": 5e3}]}]
+    )
+    assert {e.text.split()[-1] for e in drawing.iter("text") if e.text.endswith("s")} == {"ms"}
 
 
 def test_on_a_cpu_the_operators_are_the_timeline():
@@ -198,12 +234,12 @@ def test_a_roofline_without_figures_is_none():
 @pytest.mark.parametrize(("suffix", "another"), [("", False), (" M=16", False), ("-2", True)])
 def test_a_profile_of_another_target_is_said(suffix, another, result):
     of = type(result)(**{**vars(result), "label": f"{PROFILE['target']}{suffix}"})
-    text = Page(report.report([of], profile=PROFILE)).text
+    text = Page(report.report([of], profiles=[PROFILE])).text
     assert ("a profile of a target that has no times on this page" in text) == another
 
 
 def test_the_profile_is_shown(result):
-    page = Page(report.report([result], profile=PROFILE))
+    page = Page(report.report([result], profiles=[PROFILE]))
     assert "1 confirmed, 1 broken." in page.text
     assert "broken" in page.text
     assert "nvjet<1>" in page.text

@@ -7,10 +7,10 @@ from torch import nn
 
 from fxfuse.bench import models, peers, render, schema, targets
 from fxfuse.bench.gate import Gate
-from fxfuse.bench.measure import dispatched_ops, measure, measure_shapes
+from fxfuse.bench.measure import dispatched_ops, extra_bytes, measure, measure_shapes
 from fxfuse.bench.peers import TargetRaised
 from fxfuse.bench.targets import BadTarget, Target
-from fxfuse.bench.timer import Effort
+from fxfuse.bench.timer import Effort, Timing
 
 BRIEF = Effort(rounds=3, warmup_s=0.0, block_s=0.0)
 
@@ -174,7 +174,7 @@ def test_shapes_are_measured_with_variants_that_are_built_once(mlp, monkeypatch)
     assert len(built) == 1
     assert set(sizes) == {4, 2}
     assert all(set(result.timings) == {"eager", "fxfuse", "compile"} for result in results)
-    assert all(result.setup_s["compile"] > 0 for result in results)
+    assert all(result.first_call_s["compile"] > 0 for result in results)
 
 
 def test_a_wrong_answer_at_one_size_is_not_timed_there(mlp, monkeypatch):
@@ -216,3 +216,85 @@ def test_a_model_that_does_not_learn_cannot_train(mlp):
     mlp.model.requires_grad_(False)
     with pytest.raises(BadTarget, match=r"^small: its backward raised "):
         measure(mlp, [], train=True, effort=BRIEF)
+
+
+def test_the_memory_of_a_call_is_what_the_allocator_gave_at_its_peak():
+    x = torch.randn(1000)
+    whole = 4 * x.numel()
+
+    def two_at_once():
+        a = x.neg()
+        b = a.neg()
+        del a
+        return b.neg()
+
+    assert extra_bytes(two_at_once, x.device) == 2 * whole
+    assert extra_bytes(lambda: x.neg_(), x.device) == 0
+    assert extra_bytes(lambda: x[1:], x.device) == 0
+
+
+def test_weights_and_inputs_count_once():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.head = nn.Embedding(10, 4), nn.Linear(4, 10, bias=False)
+            self.head.weight = self.embed.weight
+            self.register_buffer("scale", torch.ones(2, 4)[0])
+
+        def forward(self, i):
+            return self.head(self.embed(i) * self.scale)
+
+    result = measure(small(Tied(), torch.tensor([1, 2, 3])), [], effort=BRIEF)
+    assert result.held_bytes == 4 * 10 * 4 + 4 * 2 * 4 + 8 * 3
+    head, (eager, _) = render.head(result), render.rows(result)
+    peak, extra = (float(eager[head.index(name)]) for name in ("peak MiB", "extra MiB"))
+    assert peak - extra == pytest.approx(result.held_bytes / 2**20, abs=0.1)
+
+
+def test_set_up_is_told_apart_from_the_first_call(mlp, monkeypatch):
+    now = iter([0.0, 2.0, 2.5])
+    monkeypatch.setattr(peers.time, "perf_counter", lambda: next(now))
+    built = peers.build("eager", mlp)
+    assert (built.prepare_s, built.first_call_s) == (2.0, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (5.12e-6, "5.1 µs"),
+        (99.99e-6, "100 µs"),
+        (250e-6, "250 µs"),
+        (9.9e-3, "9900 µs"),
+        (12.34e-3, "12.3 ms"),
+        (0.1214, "121 ms"),
+        (3.0, "3000 ms"),
+    ],
+)
+def test_times_have_as_many_digits_as_they_are_worth(seconds, text):
+    assert render.time(seconds) == text
+
+
+def test_one_table_has_one_unit(mlp):
+    result = measure(mlp, [], effort=BRIEF)
+    slow = {"eager": Timing((0.02,) * 3, 1), "fxfuse": Timing((0.005,) * 3, 1)}
+    slow = type(result)(**{**vars(result), "timings": slow})
+    assert "median ms" in render.head(slow)
+    assert [row[1] for row in render.rows(slow)] == ["20.0", "5.0"]
+
+
+def test_calls_that_did_not_run_fused_are_said(mlp):
+    text = render.table(measure(mlp, [], train=True, effort=BRIEF))
+    assert "did not run fused: gradients are needed" in text
+
+
+def test_on_a_gpu_the_hosts_time_stays_in_microseconds(mlp):
+    """However long the GPU takes, the host is done after some of them."""
+    result = measure(mlp, [], effort=BRIEF)
+    slow, brief = Timing((0.02,) * 3, 1), Timing((45e-6,) * 3, 1)
+    names = ("eager", "fxfuse")
+    seen = {"timings": dict.fromkeys(names, slow), "end_to_end": dict.fromkeys(names, slow)}
+    seen |= {"submit": dict.fromkeys(names, brief), "kernels": {"eager": 5, "fxfuse": 2}}
+    on_gpu = type(result)(**{**vars(result), **seen})
+    row = dict(zip(render.head(on_gpu), render.rows(on_gpu)[0], strict=True))
+    assert (row["host µs"], row["waiting ms"], row["kernels"]) == ("45.0", "20.0", 5)
+    assert "GPU kernels a call: 5 → 2" in render.table(on_gpu)

@@ -1,4 +1,5 @@
 import json
+import re
 from collections import Counter
 
 import pytest
@@ -284,3 +285,25 @@ def test_one_clear_line(argv, says, capsys, tmp_path):
     assert cli.main(["profile", *(arg.format(tmp=tmp_path) for arg in argv)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert says in line
+
+
+@pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt(), 130), (RuntimeError("out of memory"), 2)], ids=str)
+def test_what_was_traced_survives(error, code, monkeypatch, capsys, tmp_path):
+    real, file = profiles._traced, tmp_path / "p.json"
+
+    def traced(name, *args):
+        if name == "fxfuse":
+            raise error
+        return real(name, *args)
+
+    monkeypatch.setattr(profiles, "_traced", traced)
+    argv = ["profile", "ffn", "--device", "cpu", "--rows", "64", "--json", str(file)]
+    assert cli.main(argv) == code
+    assert "not finished: fxfuse" in capsys.readouterr().out
+    document = schema.read(file, schema.PROFILE)
+    assert ([setup["name"] for setup in document["setups"]], document["unfinished"]) == (["eager"], ["fxfuse"])
+
+
+def test_units_go_with_the_size():
+    text = profile_render.table(profile(ffn()))
+    assert re.search(r"^\. +33\.6 MFLOP +1\.71 MB +\d+ µs +[\d.]+ [µm]s$", text, re.MULTILINE)

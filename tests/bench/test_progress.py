@@ -1,7 +1,9 @@
 import io
 import sys
 
-from fxfuse.bench.progress import Progress
+import pytest
+
+from fxfuse.bench.progress import Progress, bar
 
 
 class Terminal(io.StringIO):
@@ -29,3 +31,9 @@ def test_a_pipe_sees_nothing(monkeypatch):
     with Progress("ffn") as progress:
         progress("preparing eager")
     assert sys.stderr.getvalue() == ""
+
+
+@pytest.mark.parametrize(("done", "total", "full"), [(0, 3, 0), (1, 3, 6), (3, 3, 20), (1, 1000, 0)])
+def test_a_bar_is_as_full_as_what_is_done(done, total, full):
+    text = bar(done, total)
+    assert (text.count("#"), len(text)) == (full, 22)

@@ -12,7 +12,8 @@ import pytest
 
 import fxfuse
 from fxfuse import cli
-from fxfuse.bench import html, schema
+from fxfuse.bench import html, machine_rates, schema
+from fxfuse.bench.machine_rates import Rates
 
 MODELS = """
 import torch
@@ -218,3 +219,37 @@ def test_jinja2_is_asked_for_only_where_it_is_needed():
     program = "import sys; sys.modules['jinja2'] = None; from fxfuse.bench import publish; publish.Outputs().check()"
     subprocess.run([sys.executable, "-c", program], check=True)
     assert html.environment().autoescape
+
+
+def bench_html(file, out):
+    argv = ["bench", f"{file}:mlp", "--vs", "eager", "--repeats", "2", "--quick", "--html", str(out / "a.html")]
+    return cli.main(argv), (out / "a.html").read_text()
+
+
+def test_the_html_report_shows_what_ran_by_itself(file, out, monkeypatch):
+    monkeypatch.setattr(machine_rates, "rates", lambda device, dtypes: Rates(1e10, {"float32": 1e12}, "nowhere"))
+    code, text = bench_html(file, out)
+    assert code == 0
+    assert all(title in text for title in ("What ran, on one time scale", "Regions under the roofline", "confirmed"))
+    assert "a target that has no times on this page" not in text
+
+
+def test_a_profile_that_fails_costs_no_times_and_is_said(file, out, monkeypatch):
+    def fails(*_args):
+        raise RuntimeError("no rates here")
+
+    monkeypatch.setattr(machine_rates, "rates", fails)
+    code, text = bench_html(file, out)
+    assert code == 0
+    assert "what ran is not shown: profiling raised RuntimeError: no rates here" in text
+    assert "times as fast" in text
+
+
+def test_times_are_written_before_anything_else_can_go_wrong(file, out, monkeypatch):
+    def killed(*_args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(machine_rates, "rates", killed)
+    code, text = bench_html(file, out)
+    assert code == 130
+    assert "times as fast" in text

@@ -101,6 +101,8 @@ WRONG = [
         "results[0].variants has no eager, which all others are compared with",
     ),
     ((*FIRST, "report"), {}, "results[0].report has no model"),
+    ((*FIRST, "held_bytes"), -1, "results[0].held_bytes is -1, not at least 0"),
+    ((*FIRST, "variants", 0, "first_call_s"), None, "results[0].variants[0].first_call_s is null, not a number"),
 ]
 
 
@@ -123,6 +125,12 @@ def paths(value, path=()):
     elif isinstance(value, list):
         for i, inner in enumerate(value):
             yield from paths(inner, (*path, i))
+
+
+def test_what_came_later_may_stand_in_a_file():
+    document = bench(result(held_bytes=10))
+    document["results"][0]["variants"][0]["first_call_s"] = 0.5
+    schema.check(document, BENCH)
 
 
 OPEN = [("settings", "rows"), ("versions", "torch"), (*FIRST, "ops", "eager")]

@@ -1,3 +1,5 @@
+import time
+
 import pytest
 
 from fxfuse.bench.timer import (
@@ -45,6 +47,19 @@ def test_a_slow_target_gets_fewer_rounds_but_never_under_the_least():
         clock = Script({"a": 1.0})
         effort = Effort(rounds=10, warmup_s=0.0, block_s=1.0, budget_s=budget)
         assert len(interleaved({"a": lambda: "a"}, clock=clock, effort=effort).timings["a"].samples) == rounds
+
+
+def test_a_clock_that_waits_between_calls_gets_fewer_of_them():
+    class Waiting(Script):
+        def block(self, call, calls):
+            time.sleep(0.005)
+            return super().block(call, calls)
+
+    clock = Waiting({"a": 1e-6})
+    effort = Effort(rounds=5, warmup_s=0.02, block_s=0.0005)
+    race = interleaved({"a": lambda: "a"}, clock=clock, effort=effort)
+    assert race.timings["a"].calls <= 2  # 500 would last a block's time
+    assert 0 < len(clock.log) - 5 <= 4
 
 
 def test_a_block_is_timed_per_call_and_without_its_first_call():
