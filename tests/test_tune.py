@@ -229,7 +229,7 @@ def test_the_example_runs_twice_at_most(options, runs, times):
 
         def forward(self, x):
             nonlocal count
-            count += not isinstance(x, fx.Proxy)
+            count += type(x) is torch.Tensor
             return self.inner(x) if x.sum() < 1e9 else x  # no graph has this, only the regions inside
 
     fxfuse.optimize(Counted().eval(), randn(0, 4, K), **options)

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fxfuse.bench.predict import Leaf
 from fxfuse.capture.arguments import Arguments
+from fxfuse.capture.assumed import Question
 from fxfuse.capture.installed import Installed
 from fxfuse.capture.record import trial_copy
 from fxfuse.capture.region import graph_module
@@ -33,6 +34,8 @@ class Part:
     """Name of an argument -> what it was in the example run, with the ``Fact`` of each tensor in its place."""
     leaves: dict[str, Leaf] = field(default_factory=dict)
     """Target of the call of somebody's own module in the graphs -> the module."""
+    questions: Sequence[Question] = ()
+    """What is asked of a call's values, in the forward before and in the checks after."""
 
 
 def parts(model: nn.Module, optimized: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Part]:
@@ -51,7 +54,8 @@ def parts(model: nn.Module, optimized: nn.Module, args: tuple[Any, ...], kwargs:
         if path in regions:
             region = regions[path]
             graphs = region.graph_module(original=True), region.graph_module()
-            found.append(Part(path, *graphs, _facts(region.arguments, *calls[path])))
+            facts = _facts(region.arguments, *calls[path])
+            found.append(Part(path, *graphs, facts, questions=region.questions))
         else:
             found += _left_alone(path, optimized, installed, calls[path])
     for part in found:

@@ -24,7 +24,7 @@ from fxfuse.bench.predict_compiled import NotPredicted, compiled
 from fxfuse.bench.progress import bar
 from fxfuse.bench.targets import Target
 from fxfuse.bench.timer import percentile
-from fxfuse.bench.work import FOLLOWS, Work
+from fxfuse.bench.work import FOLLOWS, Pass, Work
 from fxfuse.report import Report
 
 ALWAYS = ("eager", "fxfuse")
@@ -209,7 +209,13 @@ def _us(call: trace.Call, part: str | None, device: torch.device) -> float:
 
 def _predicted(name: str, regions: list[Part]) -> Predicted:
     if name in ALWAYS:
-        return {r.path: predict(r.before if name == "eager" else r.after, r.facts, r.leaves) for r in regions}, ""
+        works = {}
+        for r in regions:
+            works[r.path] = predict(r.before if name == "eager" else r.after, r.facts, r.leaves)
+            # What the forward computes once, a region computes for its checks as well.
+            once = {work.node for work in works[r.path]} if name == "eager" else set()
+            works[r.path] += [work for work in _asked(r) if work.node not in once]
+        return works, ""
     if name not in COMPILED:
         return {}, f"what {name} does is not predicted"
     if [region.path for region in regions] != [""]:
@@ -219,6 +225,15 @@ def _predicted(name: str, regions: list[Part]) -> Predicted:
         return {"": compiled(eager.graph, predict(eager, regions[0].facts, regions[0].leaves))}, ""
     except NotPredicted as reason:
         return {}, str(reason)
+
+
+def _asked(region: Part) -> Iterator[Work]:
+    """What asking about a call's values does."""
+    for question in region.questions:
+        names = (str(node.target) for node in question.module.graph.find_nodes(op="placeholder"))
+        yield from predict(question.module, dict(zip(names, question.example, strict=True)))
+        host = Counter({"aten::is_nonzero": 1, "aten::_local_scalar_dense": 1})
+        yield Work("asked", "bool", host, [Pass(COPY, 0, 1, "bool")])
 
 
 def _lines(

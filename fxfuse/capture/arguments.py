@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -87,6 +87,12 @@ class Arguments:
     def placeholders(self) -> dict[str, str]:
         """Placeholder name -> Python expression for it, in the order of the graph."""
         return {**self.free, **{name: expression for name, (expression, _) in self.handed.items()}}
+
+    def values(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Placeholder name -> what it stands for in a call, in the order of the graph."""
+        bound = self.signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        return {name: eval(expression, {}, dict(bound.arguments)) for name, expression in self.placeholders.items()}
 
     def call(
         self, placeholder: Callable[[str], Any], given: Callable[[dict[str, Any], Any], None] = lambda *_: None

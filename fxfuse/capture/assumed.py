@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import fx
 
 ABSENT = type("Absent", (), {"__repr__": lambda self: "nothing"})()
 """What a forward found where it asked for an attribute that there was not."""
@@ -19,6 +20,21 @@ class Decision:
     value: Any
     source: str
     """``file:line: code`` of where the number comes from."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """What a forward decided by the values of its arguments."""
+
+    module: fx.GraphModule
+    """Computes what is true or not."""
+    arguments: tuple[str, ...]
+    """Python expressions of what it takes, over the names that a region's checks have."""
+    example: tuple[Any, ...]
+    """These in the example, with the ``Fact`` of each tensor."""
+    answer: bool
+    source: str
+    """``file:line: code`` of where the value comes from."""
 
 
 @dataclass
@@ -49,3 +65,4 @@ class Assumed:
     """Targets of tensors of the model whose shape something was taken from."""
     sizes: dict[str, Decision] = field(default_factory=dict)
     """Text of a ``Term`` -> what it was taken to be."""
+    questions: list[Question] = field(default_factory=list)

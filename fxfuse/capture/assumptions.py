@@ -107,7 +107,7 @@ def of_arguments(
         checks.append(Check(f"tuple({name}) == {constant}", "fallback", why))
     for expression, elements in arguments.nested.items():
         cls, told = ("tuple", "len") if isinstance(elements, int) else ("dict", "tuple")
-        shown = f"{_quoted(expression)}: expected a {cls} of {_quoted(repr(elements))}"
+        shown = f"{quoted(expression)}: expected a {cls} of {quoted(repr(elements))}"
         why = f"f'argument {shown}, found {{fx_describe({expression})}}'"
         checks.append(Check(f"type({expression}) is {cls} and {told}({expression}) == {elements!r}", "fallback", why))
     for expression, value in arguments.constants.items():
@@ -117,16 +117,16 @@ def of_arguments(
             Check(
                 _equal(expression, constant, value),
                 "fallback",
-                f"f'argument {_quoted(expression)}: expected {{{constant}!r}}, found {{fx_describe({expression})}}'",
+                f"f'argument {quoted(expression)}: expected {{{constant}!r}}, found {{fx_describe({expression})}}'",
             )
         )
     for expression, kind in arguments.handed.values():
         constant = f"fx_constant_{len(scope)}"
         scope[constant] = kind
-        why = f"f'argument {_quoted(expression)}: expected a {kind.__name__}, found {{fx_describe({expression})}}'"
+        why = f"f'argument {quoted(expression)}: expected a {kind.__name__}, found {{fx_describe({expression})}}'"
         checks.append(Check(f"type({expression}) is {constant}", "fallback", why))
     for expression in arguments.free.values():
-        shown = _quoted(expression)
+        shown = quoted(expression)
         checks.append(
             Check(
                 f"(type({expression}) is fx_Tensor or type({expression}) is fx_Parameter)",
@@ -144,7 +144,7 @@ def of_arguments(
             Check(
                 f"{found} == {rank}",
                 "fallback",
-                f"f'argument {_quoted(expression)}: expected {rank} dimensions, found {{{expression}.ndim}}'",
+                f"f'argument {quoted(expression)}: expected {rank} dimensions, found {{{expression}.ndim}}'",
             )
         )
     for name, shape in shapes.items():
@@ -153,7 +153,7 @@ def of_arguments(
             Check(
                 f"{expression}.shape == {tuple(shape)}",
                 "fallback",
-                f"f'argument {_quoted(expression)}: expected shape {tuple(shape)}, '"
+                f"f'argument {quoted(expression)}: expected shape {tuple(shape)}, '"
                 f" f'found {{tuple({expression}.shape)}}'",
             )
         )
@@ -164,8 +164,8 @@ def of_size(text: str, decision: Decision, arguments: Arguments) -> Check:
     """Check of a number that follows from the sizes of arguments, over the names that ``of_arguments`` gave these."""
     path, _, line = decision.source.partition(": ")
     found = "another" if terms.MAY_RAISE.search(text) else f"{{{text}}}"
-    why = f"{_quoted(terms.shown(text, arguments.free))}: expected {decision.value}, found {found}"
-    where = f" (by {_quoted(os.path.basename(path))}: {_quoted(line)})" if path else ""
+    why = f"{quoted(terms.shown(text, arguments.free))}: expected {decision.value}, found {found}"
+    where = f" (by {quoted(os.path.basename(path))}: {quoted(line)})" if path else ""
     holds = f"{text} is {decision.value}" if isinstance(decision.value, bool) else f"{text} == {decision.value!r}"
     return Check(holds, "fallback", f"f'{why}' {where!r}")
 
@@ -173,7 +173,7 @@ def of_size(text: str, decision: Decision, arguments: Arguments) -> Check:
 def of_shape(target: str, reach: str, shape: tuple[int, ...]) -> Check:
     """Check of the shape of a tensor of the model that the graph does not read."""
     found = f'getattr({reach}, "shape", None)'
-    why = f"'{_quoted(target)}: expected shape {shape}, found ' + str({found})"
+    why = f"'{quoted(target)}: expected shape {shape}, found ' + str({found})"
     return Check(f"{found} == {shape}", "fallback", why)
 
 
@@ -190,7 +190,7 @@ def of_module(local: str, reach: str, path: str, module: nn.Module, cls: str) ->
 
     ``local`` names it, ``reach`` is how the model reaches it, and ``cls`` names its class.
     """
-    shown = _quoted(path or type(module).__name__)
+    shown = quoted(path or type(module).__name__)
     at, table = path or None, attributes(local)
     if path:
         yield Check(f"{reach} is {local}", "fallback", f"'module {shown} was replaced'", at)
@@ -227,19 +227,19 @@ def of_class(cls: str, name: str, kind: type, given: str) -> Check:
     found = f"{cls}.{name}" if name.isidentifier() else f"getattr({cls}, {name!r}, None)"
     # A method of the class is bound anew each time.
     holds = f"{found} == {given}" if kind is types.MethodType else f"{found} is {given}"
-    return Check(holds, "fallback", f"f'{{{cls}.__name__}}.{_quoted(name)} is no longer what it was'")
+    return Check(holds, "fallback", f"f'{{{cls}.__name__}}.{quoted(name)} is no longer what it was'")
 
 
 def of_method(local: str, path: str, name: str) -> Check:
     """Check that an instance has nothing of its own in the place of a method."""
-    shown = _quoted(f"{path}.{name}".lstrip("."))
+    shown = quoted(f"{path}.{name}".lstrip("."))
     holds = f"{name!r} not in {attributes(local)}"
     return Check(holds, "fallback", f"'method {shown} was replaced'", path or None)
 
 
 def of_absent(local: str, path: str, name: str, module: nn.Module) -> Check:
     """Check of an attribute that was not there, or None where parameters, buffers and modules are kept."""
-    shown = _quoted(f"{path}.{name}".lstrip("."))
+    shown = quoted(f"{path}.{name}".lstrip("."))
     tables = ("_parameters", "_buffers", "_modules")
     kept = [table for table in tables if name in getattr(module, table)]
     if kept:
@@ -253,19 +253,19 @@ def of_absent(local: str, path: str, name: str, module: nn.Module) -> Check:
 def of_holder(local: str, reach: str, path: str) -> Check:
     """Check of a module that only attributes are read from; binds it to the name ``local``."""
     holds = f"({attributes(local)} := ({local} := {reach}).__dict__) is not None"
-    return Check(holds, "fallback", f"'module {_quoted(path)} is gone'")
+    return Check(holds, "fallback", f"'module {quoted(path)} is gone'")
 
 
 def of_container(modules: str, path: str, count: int) -> Check:
     """Check of how many modules a container holds (``modules`` is its table); which they are is checked of each."""
-    shown = _quoted(path or ".")
+    shown = quoted(path or ".")
     why = f"'container {shown}: expected {count} modules, found ' + str(len({modules}))"
     return Check(f"len({modules}) == {count}", "fallback", why)
 
 
 def of_training(local: str, path: str) -> Check:
     return Check(
-        f"{attributes(local)}['training'] is False", "plain", f"'module {_quoted(path or '.')} is in training mode'"
+        f"{attributes(local)}['training'] is False", "plain", f"'module {quoted(path or '.')} is in training mode'"
     )
 
 
@@ -276,13 +276,13 @@ def of_attribute(local: str, path: str, name: str, module: nn.Module, held: list
         return of_training(local, path)
     value = module.__dict__[name] if on_instance else getattr(module, name)
     found = f"{attributes(local)}.get({name!r})" if on_instance else f"getattr({local}, {name!r}, None)"
-    return _of_value(f"attribute {_quoted(f'{path}.{name}'.lstrip('.'))}", found, value, held, path or None)
+    return _of_value(f"attribute {quoted(f'{path}.{name}'.lstrip('.'))}", found, value, held, path or None)
 
 
 def of_foreign(owner: Any, name: str, value: Any, held: list[Any]) -> Check:
     """Check of an attribute of an object that is no module; the object and the value go into ``held``."""
     local = _held(owner, held)
-    shown = f"{type(owner).__name__}.{_quoted(name)}"
+    shown = f"{type(owner).__name__}.{quoted(name)}"
     if value is ABSENT:
         return Check(f"not hasattr({local}, {name!r})", "fallback", f"'attribute {shown}: expected none'")
     plain = type(owner).__getattribute__ is object.__getattribute__
@@ -328,13 +328,13 @@ def of_answer(name: str, answer: Any, scope: dict[str, Any]) -> Check:
 def of_dtype(target: str, reach: str, dtype: torch.dtype) -> Check:
     """Check of a dtype that the forward decided by."""
     found = f'getattr({reach}, "dtype", None)'
-    why = f"'{_quoted(target)}: expected {dtype}, found ' + str({found})"
+    why = f"'{quoted(target)}: expected {dtype}, found ' + str({found})"
     return Check(f"{found} is fx_{dtype}", "fallback", why)
 
 
 def of_device(target: str, reach: str, name: str, was: bool) -> Check:
     """Check that a tensor lies on a device of this name, or does not, as when the forward decided by it."""
-    why = f"'{_quoted(target)}: expected {'' if was else 'no '}device {_quoted(name)}, found ' + {reach}.device.type"
+    why = f"'{quoted(target)}: expected {'' if was else 'no '}device {quoted(name)}, found ' + {reach}.device.type"
     return Check(f"({reach}.device.type == {name!r}) is {was}", "fallback", why)
 
 
@@ -366,23 +366,23 @@ def of_read(target: str, name: str, reach: str, value: Any, at: str | None) -> I
 
     Rules and operators count on its shape, which another parameter in its place may change, and ``.data`` as well.
     """
-    yield Check(f"({name} := {reach}) is not None", "fallback", f"'{_quoted(target)} is gone'", at)
+    yield Check(f"({name} := {reach}) is not None", "fallback", f"'{quoted(target)} is gone'", at)
     if isinstance(value, torch.Tensor):
         types = ("fx_Parameter", "fx_Tensor") if isinstance(value, nn.Parameter) else ("fx_Tensor", "fx_Parameter")
         plain = f"(type({name}) is {types[0]} or type({name}) is {types[1]})"
-        yield Check(plain, "plain", f"f'{_quoted(target)} is a {{type({name}).__name__}}'")
+        yield Check(plain, "plain", f"f'{quoted(target)} is a {{type({name}).__name__}}'")
         shape = tuple(value.shape)
         yield Check(
             f"{name}.shape == {shape}",
             "fallback",
-            f"f'{_quoted(target)}: expected shape {shape}, found {{tuple({name}.shape)}}'",
+            f"f'{quoted(target)}: expected shape {shape}, found {{tuple({name}.shape)}}'",
             at,
         )
 
 
 def of_like(target: str, name: str, other: str, dtype: str, at: str | None) -> Check:
     """Check that a tensor still has the dtype of another; ``dtype`` is an expression for it."""
-    why = f"f'{_quoted(target)} is {{{name}.dtype}} beside {{{other}.dtype}}'"
+    why = f"f'{quoted(target)} is {{{name}.dtype}} beside {{{other}.dtype}}'"
     return Check(f"{name}.dtype is {dtype}", "fallback", why, at)
 
 
@@ -395,6 +395,6 @@ def describe(value: Any) -> str:
 SCOPE |= {"fx_describe": describe, "fx_contents": contents, "fx_same": same, "fx_intact": intact}
 
 
-def _quoted(text: str) -> str:
+def quoted(text: str) -> str:
     """``text`` for use inside a single-quoted (f-)string literal."""
     return text.replace("'", '"').replace("{", "(").replace("}", ")")

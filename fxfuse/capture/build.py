@@ -44,7 +44,7 @@ def optimize_module(model: nn.Module, example: Example, options: Options) -> tup
     wrong: dict[str, str] = {}
     while True:
         with report.timed("trace"):
-            walk = Walk("", target, options, recorded, wrong)
+            walk = Walk("", target, options, recorded, wrong, example=example)
         report.uncaptured, report.events, report.regions, report.linears = walk.uncaptured, [], [], {}
         with report.timed("rewrite"):
             useful = build_regions(walk.traces, options, report)
@@ -145,7 +145,8 @@ def _function_region(function: Callable[..., Any], example: Example, options: Op
     try:
         with report.timed("trace"):
             arguments = plan(function, Recorded.of(*example) if example is not None else None)
-            tracer = trace_function(function, arguments, arguments.facts if example is not None else None)
+            facts, values = (arguments.facts, arguments.values(*example)) if example is not None else (None, None)
+            tracer = trace_function(function, arguments, facts, values)
     except Untraceable as refusal:
         report.uncaptured.append(Uncaptured("", "function", str(refusal)))
         return None

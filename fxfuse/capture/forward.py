@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxfuse.capture import assumptions
+from fxfuse.capture import assumptions, by_value
 from fxfuse.capture.arguments import Arguments
 from fxfuse.capture.assumed import Assumed
 from fxfuse.capture.body import read_targets
@@ -83,7 +83,8 @@ class _Writer:
     def checks(self, rewriting: Rewriting) -> list[assumptions.Check]:
         arguments = self.region.arguments
         checks = [*assumptions.ENVIRONMENT]
-        sized = set().union(*map(arguments_of, self.assumed.sizes))
+        taken = [text for question in self.assumed.questions for text in question.arguments]
+        sized = set().union(*map(arguments_of, (*self.assumed.sizes, *taken)))
         ranks = self.assumed.ranks | rewriting.ranks
         checks += assumptions.of_arguments(arguments, ranks, rewriting.shapes, sized, self.scope)
         checks += [assumptions.of_size(*size, arguments) for size in self.assumed.sizes.items()]
@@ -103,7 +104,9 @@ class _Writer:
             checks += [assumptions.of_name(name, self.scope) for name in self._names()]
         checks += self._of_reads()
         checks += self._of_shapes()
-        return [*checks, assumptions.of_gradients(arguments, "self" if self.on_module else None)]
+        checks.append(assumptions.of_gradients(arguments, "self" if self.on_module else None))
+        # Last, since these run operators.
+        return checks + [by_value.check_of(q, self.scope) for q in self.assumed.questions]
 
     def _of_modules(self) -> list[assumptions.Check]:
         checks: list[assumptions.Check] = []

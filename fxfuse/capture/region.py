@@ -55,6 +55,7 @@ class Region:
         """Of the model's packed weights, where it may have any."""
         self.not_captured: Callable[[str], None] | None = None
         """Where its calls are to be captured as CUDA graphs: takes the reason why some are not."""
+        self.questions = assumed.questions
         self.generated = generate(self, assumed, rewriting)
         self.body = self.new_body()
         self._bind()

@@ -147,8 +147,13 @@ class Sizes:
 
     def take(self, node: fx.Node) -> Any:
         """The number that a node was in the example, under the assumption that it still is; None as for ``decide``."""
+        found = self.term(node)
+        return None if found is None else self._assume(found, node)
+
+    def term(self, node: fx.Node) -> Term | None:
+        """How a number follows from the sizes of arguments, which may be others; None as for ``decide``."""
         found = self.known.get(node)
-        return self._assume(found, node) if isinstance(found, Term) and self.assume_rank(node) else None
+        return found if isinstance(found, Term) and self.assume_rank(node) else None
 
     def _assume(self, found: Term, node: fx.Node) -> Any:
         self.new = not found.is_constant and found.text not in self.assumed.sizes

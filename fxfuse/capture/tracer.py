@@ -12,10 +12,8 @@ import dataclasses
 import functools
 import linecache
 import math
-import os
 import sys
 import threading
-import traceback
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack
@@ -29,11 +27,13 @@ from torch.utils._pytree import tree_leaves
 from fxfuse.capture import asked, factories
 from fxfuse.capture.arguments import Arguments
 from fxfuse.capture.assumed import Assumed
+from fxfuse.capture.by_value import ByValue
 from fxfuse.capture.devices import Devices, Origins
 from fxfuse.capture.dtypes import Dtypes
 from fxfuse.capture.foreign import StandIns
 from fxfuse.capture.names import names_of, tensors_of
 from fxfuse.capture.recording import Recording
+from fxfuse.capture.refusals import NOT_A_FORWARD, explained
 from fxfuse.capture.results import check_result
 from fxfuse.capture.sizes import Sizes
 from fxfuse.capture.tree import changed, contents, hooked, is_opaque, preserved, same, snapshot
@@ -45,8 +45,8 @@ from fxfuse.facts import Fact, Unknown
 LOCK = threading.RLock()
 """Functions marked with ``torch.fx.wrap`` are patched while a trace runs, so one trace runs at a time."""
 
-_TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
-_OWN_FOLDER = os.path.dirname(__file__) + os.sep
+ASKING = frozenset({"transformers.utils.import_utils", "transformers.utils.generic"})
+"""Modules with functions that tell whether a forward is traced: then it would do without what it decides by value."""
 _TRANSPARENT = (nn.Sequential, nn.TransformerDecoderLayer)
 """Modules of torch.nn that are looked into; the others stay calls."""
 
@@ -64,6 +64,7 @@ class Tracer(fx.Tracer):
         known = {name: fact.dtype for name, fact in (facts or {}).items()}
         self.dtypes = Dtypes(root, known, self.assumed.dtypes, self.dtype_in_example)
         self.devices = Devices(root, self.assumed.devices, self.device_in_example)
+        self.by_value: ByValue | None = None
         self.stand_ins = StandIns(self.assumed, lambda: self.running)
         self.replaced: dict[int, Callable[..., Any]] = {}
         """id of a function of torch -> what a forward finds in its place."""
@@ -87,6 +88,12 @@ class Tracer(fx.Tracer):
         """See ``Arguments.handed``."""
         self.given: dict[int, tuple[dict[str, Any], dict[str, Any], fx.Proxy]] = {}
         """id of a dict among the arguments -> it, what it held, and what stands for it where it is handed on."""
+
+    def begin(self, arguments: Arguments, example: Mapping[str, Any] | None) -> None:
+        """Take the arguments that the forward is to be called with."""
+        self.handed = arguments.handed
+        if example is not None and self.sizes is not None:
+            self.by_value = ByValue(example, arguments.free, self.sizes, self.assumed.questions)
 
     # modules
 
@@ -164,7 +171,7 @@ class Tracer(fx.Tracer):
             name = frame.f_code.co_filename
             if frame.f_code is nn.Module._call_impl.__code__:
                 module = type(frame.f_locals["self"]).__name__
-            elif not name.startswith((_TORCH_FOLDER, _OWN_FOLDER, "<")):
+            elif not name.startswith(NOT_A_FORWARD):
                 self.assumed.code[frame.f_code] = frame.f_globals
                 source = source or f"{name}:{frame.f_lineno}: {linecache.getline(name, frame.f_lineno).strip()}"
             frame = frame.f_back
@@ -173,7 +180,7 @@ class Tracer(fx.Tracer):
         return source
 
     def to_bool(self, obj: fx.Proxy) -> bool:
-        for known in (self.dtypes, self.devices, self.sizes):
+        for known in (self.dtypes, self.devices, self.sizes, self.by_value):
             decided = known.decide(obj.node) if known is not None else None
             if decided is not None:
                 return decided
@@ -243,15 +250,16 @@ def trace_module(
     leaves: Collection[str],
     *,
     facts: Mapping[str, Fact] | None = None,
+    example: Mapping[str, Any] | None = None,
 ) -> Tracer:
     """Trace ``root.forward``, called with ``arguments``.
 
-    ``facts``: those of the arguments, by placeholder name, where an example told them.
+    ``facts``: those of the arguments, by placeholder name, where an example told them; ``example``: themselves.
 
     ``root`` is an isolated copy and is used up. Raises Untraceable with the reason where there is no faithful graph.
     """
     tracer = Tracer(root, leaves, facts is not None, facts)
-    tracer.handed = arguments.handed
+    tracer.begin(arguments, example)
     for module in root.modules():
         if not is_opaque(module):
             module.__dict__[TRACER] = tracer
@@ -267,13 +275,17 @@ def trace_module(
 
 
 def trace_function(
-    function: Callable[..., Any], arguments: Arguments, facts: Mapping[str, Fact] | None = None
+    function: Callable[..., Any],
+    arguments: Arguments,
+    facts: Mapping[str, Fact] | None = None,
+    example: Mapping[str, Any] | None = None,
 ) -> Tracer:
-    """Trace a plain function; tensors that it finds by name are constants of the graph. ``facts`` as above."""
+    """Trace a plain function; tensors that it finds by name are constants of the graph. The rest as above."""
     if isinstance(function, types.MethodType):
         raise Untraceable("it is a method, of an object that may change: optimize a module, or a function")
     tracer = Tracer(nn.Module(), (), has_example=True, facts=facts)
-    tracer.watches_modules, tracer.handed = True, arguments.handed
+    tracer.watches_modules = True
+    tracer.begin(arguments, example)
     _run(tracer, functools.partial(_call_with_placeholders, tracer, function, arguments.call), function, lambda: None)
     if {id(t) for t in tracer.constants.values()} - tensors_of(names_of([function], tracer.assumed.code)):
         raise Untraceable("reads a tensor that is neither its argument nor found by a name")
@@ -302,6 +314,8 @@ def _run(tracer: Tracer, run: Callable[[], Any], code: Callable[..., Any], alter
         tracer.replaced = asked.patches(tracer.assumed.answers) | factories.patches() | {id(torch.finfo): finfo}
         _patch_replaced(tracer, vars(torch))
         _patch_replaced(tracer, vars(torch.random))
+        for asking in ASKING & sys.modules.keys() if tracer.by_value is not None else ():
+            tracer.patcher.patch(vars(sys.modules[asking]), "isinstance", is_instance)
         _wrap_functions(tracer, code)
         states = asked.RandomStates()
         try:
@@ -311,13 +325,15 @@ def _run(tracer: Tracer, run: Callable[[], Any], code: Callable[..., Any], alter
             tracer.running = False
             check_result(result)
             tracer.create_node("output", "output", (tracer.create_arg(result),), {})
+            if tracer.by_value is not None:
+                tracer.by_value.drop()
             _drop_decided(tracer)
             _check_handed(tracer)
             tracer.sizes = None  # nothing asks any more
         except Untraceable:
             raise
         except Exception as error:  # whatever a forward may raise when its tensors have no values
-            raise Untraceable(_explain(error)) from error
+            raise Untraceable(explained(error)) from error
         finally:
             tracer.running = False
             moved = states.moved()
@@ -370,21 +386,6 @@ def _check_handed(tracer: Tracer) -> None:
             del tracer.handed[name]
         elif any(isinstance(v, fx.Proxy) and v.node.users for v in tree_leaves(before)):
             Handed(handed.node, tracer).refuse()  # a module that is called may change the dict that it is given
-
-
-def _explain(error: Exception) -> str:
-    text = " ".join(str(error).split())
-    if isinstance(error, fx.proxy.TraceError):
-        text = "decides by a value or size that is not known before the call" if "control flow" in text else text
-    kind = f"{type(error).__name__}{_place(error)}"
-    return f"{text[:160]} ({kind})" if text else kind
-
-
-def _place(error: Exception) -> str:
-    """``, file:line`` of the innermost statement of the forward that an error passed; "" where it passed none."""
-    places = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
-    own = [(name, line) for name, line in places if not name.startswith((_TORCH_FOLDER, _OWN_FOLDER, "<"))]
-    return f", {os.path.basename(own[-1][0])}:{own[-1][1]}" if own else ""
 
 
 def _autocast() -> bool:

@@ -83,6 +83,11 @@ class Value(_Writable):
         count = self.tracer.count(self)
         return super().__len__() if count is None else count
 
+    def __contains__(self, element: Any) -> bool:
+        if self.tracer.kind(self) is torch.Tensor:  # which is asked as a whole, and not item by item
+            return bool((self == element).any())
+        return any(element is value or element == value for value in self)
+
     def __getitem__(self, key: Any) -> Any:
         # With an example the region's check would find that an element is no tensor; without one nobody would.
         if self.node.op == "call_module" and self.tracer.guesses(self.node):
@@ -154,8 +159,10 @@ def is_instance(value: Any, classes: Any) -> bool:
 
     ``__class__`` cannot tell it, since PyTorch's own C++ would believe that and take the proxy for a tensor.
     """
-    if not isinstance(value, fx.Proxy) or isinstance(value, classes):
+    if not isinstance(value, fx.Proxy):
         return isinstance(value, classes)
+    if classes is fx.Proxy:  # whoever asks whether he is traced is answered as without a trace
+        return False
     if isinstance(value, Handed):
         value.refuse()
     tracer: Any = value.tracer

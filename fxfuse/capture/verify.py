@@ -173,6 +173,4 @@ def _named(error: Exception) -> str:
 
 def placeholders(region: Region, call: Any) -> list[Any]:
     """The values of the region's placeholders in a call."""
-    bound = region.arguments.signature.bind(*call[0], **call[1])
-    bound.apply_defaults()
-    return [eval(expression, {}, dict(bound.arguments)) for expression in region.arguments.placeholders.values()]
+    return list(region.arguments.values(*call).values())

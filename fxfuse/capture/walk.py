@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import fx, nn
 
 from fxfuse.capture.alike import alike, same_call
 from fxfuse.capture.arguments import Arguments, Recorded, plan
-from fxfuse.capture.tracer import Tracer, trace_module
+from fxfuse.capture.tracer import ASKING, Tracer, trace_module
 from fxfuse.capture.tree import copy_tree, hooked, is_opaque
 from fxfuse.capture.value import Untraceable
 from fxfuse.options import Options
 from fxfuse.report import Uncaptured
 
+Example = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional and keyword arguments of one call."""
 SERVED = (nn.MultiheadAttention,)
 """Run in inference as one operator of torch, ``_native_multi_head_attention``."""
 KINDS = 4
@@ -52,7 +56,7 @@ class Walk:
     """Traces ``model`` from the top; where a module has no graph, its children are tried, then it again around them.
 
     ``wrong`` are paths that have shown before that their graph is not faithful, with the reason. ``leaves`` are paths
-    of modules that a trace around them keeps as calls.
+    of modules that a trace around them keeps as calls. ``example`` is the call of ``model`` itself.
     """
 
     def __init__(
@@ -63,7 +67,9 @@ class Walk:
         recorded: Mapping[str, Recorded] | None,
         wrong: Mapping[str, str] | None = None,
         leaves: Collection[str] = (),
+        example: Example | None = None,
     ):
+        self.model, self.example = model, example
         self.options, self.recorded, self.wrong, self.leaves = options, recorded, wrong or {}, leaves
         self.traces: list[Trace] = []
         self.uncaptured: list[Uncaptured] = []
@@ -141,9 +147,13 @@ class Walk:
         like = next((t for t in known if t.calls == calls and t.is_that_of(module, recorded)), None)
         if like is not None:
             return replace(like, path=path, module=module)
-        root = copy_tree(module, isolate=True)
-        arguments = plan(root.forward, recorded)
-        tracer = trace_module(root, arguments, calls, facts=arguments.facts if recorded is not None else None)
+        try:
+            arguments, tracer = _traced(module, recorded, calls, self.example if module is self.model else None)
+        except Untraceable:
+            if self.example is None or module is not self.model or not ASKING & sys.modules.keys():
+                raise
+            # Where it hears that it is traced, the forward may do without what it decides by values.
+            arguments, tracer = _traced(module, recorded, calls, None)
         trace = Trace(path, module, arguments, tracer, recorded, calls)
         self.known[type(module)] = [trace, *known[: KINDS - 1]]
         return trace
@@ -173,6 +183,16 @@ class Walk:
 
     def is_excluded(self, path: str, module: nn.Module) -> bool:
         return bool(self.options.exclude.intersection((path, type(module).__name__)))
+
+
+def _traced(
+    module: nn.Module, recorded: Recorded | None, calls: Collection[str], example: Example | None
+) -> tuple[Arguments, Tracer]:
+    root = copy_tree(module, isolate=True)
+    arguments = plan(root.forward, recorded)
+    facts = arguments.facts if recorded is not None else None
+    values = arguments.values(*example) if example is not None and facts is not None else None
+    return arguments, trace_module(root, arguments, calls, facts=facts, example=values)
 
 
 def has_projection(module: nn.Module) -> bool:

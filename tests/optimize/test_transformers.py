@@ -113,6 +113,22 @@ def test_hidden_states_at_any_time(model, optimized, ids):
             assert right(ours.logits, _Logits(model), ids)
 
 
+@pytest.mark.parametrize("given", [True, False], ids=["a mask", "none"])
+def test_attention_is_causal_where_nothing_is_masked(model, ids, given):
+    """As in eager, where it then needs no mask: that is decided by values, and a padded batch is answered as well."""
+    whole, padded = torch.ones_like(ids), torch.ones_like(ids)
+    padded[0, :3] = 0
+    kwargs = {"input_ids": ids, "use_cache": False, **({"attention_mask": whole} if given else {})}
+    optimized = fxfuse.optimize(model, example_kwargs=kwargs, tune="off")
+    nodes = fxfuse.graphs(optimized)[""].graph.nodes
+    attention = [n.kwargs for n in nodes if "scaled_dot_product_attention" in str(n.target)]
+    assert [(a["attn_mask"], a["is_causal"]) for a in attention] == [(None, True)] * 2
+    for mask in (whole, padded) * 8:
+        kwargs["attention_mask"] = mask
+        with torch.no_grad():
+            assert right(optimized(**kwargs), model, **kwargs)
+
+
 class _Logits(nn.Module):
     def __init__(self, model: Any):
         super().__init__()

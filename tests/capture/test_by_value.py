@@ -1,0 +1,197 @@
+"""What a forward decides by values of its arguments is decided as in the example, and asked again at each call."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+
+import fxfuse
+from fxfuse.capture import by_value
+from tests.models.answers import right
+
+
+def mask_of(rows):
+    return torch.ones(rows, 4, dtype=torch.long)
+
+
+class Masked(nn.Module):
+    """Does without the mask where nothing is masked."""
+
+    def __init__(self, decide):
+        super().__init__()
+        self.layer, self.decide = nn.Sequential(nn.Linear(8, 16), nn.GELU()), decide
+
+    def forward(self, x, mask):
+        x = self.layer(x)
+        if self.decide(self, x, mask):
+            return x
+        return x * mask.unsqueeze(-1)
+
+
+def optimized(decide, x=None, mask=None):
+    model = Masked(decide).eval()
+    x, mask = torch.randn(2, 4, 8) if x is None else x, mask_of(2) if mask is None else mask
+    return model, fxfuse.optimize(model, (x, mask), tune="off")
+
+
+def holds(fused, model, *arguments):
+    with torch.no_grad():
+        return right(fused(*arguments), model, *arguments)
+
+
+def whole(self, x, mask):
+    return mask.sum() == mask.numel()
+
+
+DECISIONS = {
+    "a tensor": whole,
+    "a bool": lambda self, x, mask: torch.equal(mask, torch.ones_like(mask)),
+    "not": lambda self, x, mask: not (mask == 0).any(),
+    "of sizes": lambda self, x, mask: (torch.arange(mask.shape[1]) < mask.sum(1, keepdim=True)).all(),
+    "by its device": lambda self, x, mask: (torch.zeros(mask.shape[1], device=mask.device) < mask).all(),
+    "in": lambda self, x, mask: 0 not in mask[:, [0, -1]],
+    "twice": lambda self, x, mask: bool(whole(self, x, mask)) and whole(self, x, mask),
+}
+
+
+@pytest.mark.parametrize("decide", DECISIONS.values(), ids=DECISIONS)
+def test_it_is_asked_again_at_each_call(decide):
+    model, fused = optimized(decide)
+    report = fxfuse.report(fused)
+    assert [r.path for r in report.regions] == [""]
+    assert "mul" not in str(fxfuse.graphs(fused)[""].graph), "in the example nothing was masked"
+    for rows in (2, 3):
+        assert holds(fused, model, torch.randn(rows, 4, 8), mask_of(rows))
+    assert (report.calls[""].fused, report.calls[""].fallback) == (2, 0)
+    mask = mask_of(2)
+    mask[1, 3] = 0
+    assert holds(fused, model, torch.randn(2, 4, 8), mask)
+    assert (report.calls[""].fused, report.calls[""].fallback) == (2, 1)
+    (why,) = report.calls[""].reasons
+    assert why.startswith("what is decided by values (test_by_value.py:")
+    negated = decide in (DECISIONS["not"], DECISIONS["in"])
+    expected = "expected False, found True" if negated else "expected True, found False"
+    assert why.endswith(f"): {expected}")
+
+
+def test_the_graph_keeps_nothing_of_the_question():
+    _, fused = optimized(whole)
+    graph = fxfuse.graphs(fused, original=True)[""].graph
+    assert [n.op for n in graph.nodes] == ["placeholder", "placeholder", "call_module", "call_module", "output"]
+
+
+def test_what_the_answer_is_computed_from_may_be_needed_as_well():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x, mask):
+            kept = mask > 0
+            y = F.relu(self.linear(x))
+            return y * kept if kept.all() else y * 2
+
+    model = Model().eval()
+    arguments = torch.randn(2, 8), torch.ones(2, 8, dtype=torch.long)
+    fused = fxfuse.optimize(model, arguments, tune="off")
+    assert holds(fused, model, *arguments)
+    assert holds(fused, model, arguments[0], torch.zeros(2, 8, dtype=torch.long))
+    assert (fxfuse.report(fused).calls[""].fused, fxfuse.report(fused).calls[""].fallback) == (1, 1)
+
+
+def written(self, x, mask):
+    mask.mul_(1)
+    return whole(self, x, mask)
+
+
+def assigned(self, x, mask):
+    own = mask.clone()
+    own[0] = 1
+    return own.all()
+
+
+NOT_ASKED = {
+    "by a weight": lambda self, x, mask: (x > 100).any(),
+    "at random": lambda self, x, mask: (torch.rand(mask.shape) < 2).all(),
+    "after a write": written,
+    "by a dtype": lambda self, x, mask: (mask.to(x.dtype) == 1).all(),
+    "by floating-point values": lambda self, x, mask: (x < 1000).all(),
+    "after an assignment": assigned,
+}
+
+
+@pytest.mark.parametrize("decide", NOT_ASKED.values(), ids=NOT_ASKED)
+def test_what_cannot_be_asked_again_ends_the_trace(decide):
+    model, fused = optimized(decide)
+    assert "" not in [r.path for r in fxfuse.report(fused).regions if r.installed]
+    (refused,) = [u for u in fxfuse.report(fused).uncaptured if not u.path]
+    assert refused.reason.startswith(
+        "decides by a value or size that is not known before the call (TraceError, test_by"
+    )
+    for _ in range(2):
+        assert holds(fused, model, torch.randn(2, 4, 8), mask_of(2))
+
+
+def test_a_question_that_raises_is_answered_by_the_forward():
+    _, fused = optimized(lambda self, x, mask: (mask.view(2, 4) == 1).all())
+    with torch.no_grad(), pytest.raises(RuntimeError, match="shape '\\[2, 4\\]' is invalid"):
+        fused(torch.randn(3, 4, 8), mask_of(3))
+    (why,) = fxfuse.report(fused).calls[""].reasons
+    assert why.endswith("expected True, found None")
+
+
+def test_nothing_is_asked_while_a_stream_is_captured(monkeypatch):
+    """Whoever waits for the GPU then ends the capture; the forward decides by itself what to do."""
+    _, fused = optimized(whole)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with torch.no_grad():
+        fused(torch.randn(2, 4, 8), mask_of(2))
+    (why,) = fxfuse.report(fused).calls[""].reasons
+    assert why.endswith("expected True, found None")
+
+
+def test_without_an_example_nothing_is_decided():
+    fused = fxfuse.optimize(Masked(whole).eval())
+    (refused,) = [u for u in fxfuse.report(fused).uncaptured if not u.path]
+    assert refused.reason.startswith("decides by a value")
+
+
+def test_a_function_too():
+    def act(x, weight, mask):
+        y = F.gelu(F.linear(x, weight))
+        return y if mask.all() else y * mask
+
+    x, weight, mask = torch.randn(2, 8), torch.randn(4, 8), mask_of(2)
+    fused = fxfuse.optimize(act, (x, weight, mask), tune="off")
+    assert fxfuse.report(fused).fused
+    mask[0, 0] = 0
+    with torch.no_grad():
+        assert torch.allclose(fused(x, weight, mask), act(x, weight, mask), atol=1e-6)
+    assert fxfuse.report(fused).calls[""].fallback == 1
+
+
+def test_whoever_asks_whether_it_is_traced_hears_no():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x):
+            y = F.relu(self.linear(x))
+            return y * 0 if isinstance(x, fx.Proxy) else y
+
+    model = Model().eval()
+    x = torch.randn(2, 8)
+    for fused in (fxfuse.optimize(model), fxfuse.optimize(model, x, tune="off")):
+        assert [r.path for r in fxfuse.report(fused).regions] == [""]
+        assert holds(fused, model, x)
+
+
+def test_a_question_takes_so_many_nodes_at_most(monkeypatch):
+    monkeypatch.setattr(by_value, "_MOST", 2)
+    _, fused = optimized(whole)
+    assert [r.path for r in fxfuse.report(fused).regions] == [""]
+    monkeypatch.setattr(by_value, "_MOST", 1)
+    _, fused = optimized(whole)
+    assert "" not in [r.path for r in fxfuse.report(fused).regions]
