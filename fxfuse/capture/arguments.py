@@ -27,6 +27,8 @@ _CONSTANTS = (
 )
 _TAKEN = frozenset({"any", "dict", "getattr", "len", "list", "str", "tuple", "type"})
 """Built-in names in generated code; every other name of its own there begins with ``fx_``."""
+_MOST_TOLD = 1 << 16
+"""Elements. No activations are among them, and no mask for each pair of positions of a long text."""
 P = inspect.Parameter
 
 
@@ -43,20 +45,31 @@ class Recorded:
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    told: tuple[tuple[Any, ...], dict[str, Any]]
+    """The same, with copies of masks, positions and the like in place of their Facts: forwards decide by these."""
 
     @staticmethod
     def of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recorded:
-        def note(value: Any) -> Any:
+        def note(value: Any, of_tensor: Callable[[torch.Tensor], Any]) -> Any:
             # Nothing else is kept alive by it.
             if isinstance(value, torch.Tensor):
-                return Fact.of(value)
+                return of_tensor(value)
             if _is_constant(value):
                 return value
             if _is_named(value):
-                return {key: note(v) for key, v in value.items()}
-            return tuple(map(note, value)) if type(value) is tuple else Handed(type(value))
+                return {key: note(v, of_tensor) for key, v in value.items()}
+            return tuple(note(v, of_tensor) for v in value) if type(value) is tuple else Handed(type(value))
 
-        return Recorded(tuple(map(note, args)), {k: note(v) for k, v in kwargs.items()})
+        facts, told = (
+            (tuple(note(a, of_tensor) for a in args), {k: note(v, of_tensor) for k, v in kwargs.items()})
+            for of_tensor in (Fact.of, _told)
+        )
+        return Recorded(*facts, told)
+
+
+def _told(tensor: torch.Tensor) -> torch.Tensor | Fact:
+    known = type(tensor) is torch.Tensor and not (tensor.is_floating_point() or tensor.is_complex() or tensor.is_meta)
+    return tensor.detach().clone() if known and tensor.numel() <= _MOST_TOLD else Fact.of(tensor)
 
 
 @dataclass

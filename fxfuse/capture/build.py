@@ -44,7 +44,7 @@ def optimize_module(model: nn.Module, example: Example, options: Options) -> tup
     wrong: dict[str, str] = {}
     while True:
         with report.timed("trace"):
-            walk = Walk("", target, options, recorded, wrong, example=example)
+            walk = Walk("", target, options, recorded, wrong)
         report.uncaptured, report.events, report.regions, report.linears = walk.uncaptured, [], [], {}
         with report.timed("rewrite"):
             useful = build_regions(walk.traces, options, report)
@@ -144,9 +144,10 @@ def optimize_function(function: Callable[..., Any], example: Example, options: O
 def _function_region(function: Callable[..., Any], example: Example, options: Options, report: Report) -> Region | None:
     try:
         with report.timed("trace"):
-            arguments = plan(function, Recorded.of(*example) if example is not None else None)
-            facts, values = (arguments.facts, arguments.values(*example)) if example is not None else (None, None)
-            tracer = trace_function(function, arguments, facts, values)
+            recorded = Recorded.of(*example) if example is not None else None
+            arguments = plan(function, recorded)
+            facts, told = (arguments.facts, arguments.values(*recorded.told)) if recorded is not None else (None, None)
+            tracer = trace_function(function, arguments, facts, told)
     except Untraceable as refusal:
         report.uncaptured.append(Uncaptured("", "function", str(refusal)))
         return None

@@ -37,7 +37,7 @@ class ByValue:
     def __init__(self, example: Mapping[str, Any], free: Mapping[str, str], sizes: Sizes, asked: list[Question]):
         """
         Args:
-            example: placeholder name -> the argument.
+            example: placeholder name -> the argument, or the Fact of one that nothing is decided by.
             free: placeholder name of a tensor -> Python expression for it.
         """
         self.example, self.free, self.sizes, self.asked = example, free, sizes, asked
@@ -101,11 +101,8 @@ class ByValue:
     def _told(self, node: fx.Node) -> tuple[str, Any] | None:
         """How a call tells a value: an argument, a number that follows from sizes, or the device where they lie."""
         if node.op == "placeholder":
-            name = str(node.target)
-            asked = name in self.free and not (
-                self.example[name].is_floating_point() or self.example[name].is_complex()
-            )
-            return (self.free[name], self.example[name]) if asked else None
+            given = self.example[str(node.target)]
+            return (self.free[str(node.target)], given) if isinstance(given, torch.Tensor) else None
         term = self.sizes.term(node)
         if term is not None:
             return term.text, term.value

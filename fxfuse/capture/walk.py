@@ -6,7 +6,6 @@ import sys
 from collections import defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from torch import fx, nn
 
@@ -18,8 +17,6 @@ from fxfuse.capture.value import Untraceable
 from fxfuse.options import Options
 from fxfuse.report import Uncaptured
 
-Example = tuple[tuple[Any, ...], dict[str, Any]]
-"""Positional and keyword arguments of one call."""
 SERVED = (nn.MultiheadAttention,)
 """Run in inference as one operator of torch, ``_native_multi_head_attention``."""
 KINDS = 4
@@ -56,7 +53,7 @@ class Walk:
     """Traces ``model`` from the top; where a module has no graph, its children are tried, then it again around them.
 
     ``wrong`` are paths that have shown before that their graph is not faithful, with the reason. ``leaves`` are paths
-    of modules that a trace around them keeps as calls. ``example`` is the call of ``model`` itself.
+    of modules that a trace around them keeps as calls.
     """
 
     def __init__(
@@ -67,9 +64,7 @@ class Walk:
         recorded: Mapping[str, Recorded] | None,
         wrong: Mapping[str, str] | None = None,
         leaves: Collection[str] = (),
-        example: Example | None = None,
     ):
-        self.model, self.example = model, example
         self.options, self.recorded, self.wrong, self.leaves = options, recorded, wrong or {}, leaves
         self.traces: list[Trace] = []
         self.uncaptured: list[Uncaptured] = []
@@ -148,12 +143,12 @@ class Walk:
         if like is not None:
             return replace(like, path=path, module=module)
         try:
-            arguments, tracer = _traced(module, recorded, calls, self.example if module is self.model else None)
+            arguments, tracer = _traced(module, recorded, calls, by_value=True)
         except Untraceable:
-            if self.example is None or module is not self.model or not ASKING & sys.modules.keys():
+            if recorded is None or not ASKING & sys.modules.keys():
                 raise
             # Where it hears that it is traced, the forward may do without what it decides by values.
-            arguments, tracer = _traced(module, recorded, calls, None)
+            arguments, tracer = _traced(module, recorded, calls, by_value=False)
         trace = Trace(path, module, arguments, tracer, recorded, calls)
         self.known[type(module)] = [trace, *known[: KINDS - 1]]
         return trace
@@ -186,13 +181,14 @@ class Walk:
 
 
 def _traced(
-    module: nn.Module, recorded: Recorded | None, calls: Collection[str], example: Example | None
+    module: nn.Module, recorded: Recorded | None, calls: Collection[str], *, by_value: bool
 ) -> tuple[Arguments, Tracer]:
     root = copy_tree(module, isolate=True)
     arguments = plan(root.forward, recorded)
-    facts = arguments.facts if recorded is not None else None
-    values = arguments.values(*example) if example is not None and facts is not None else None
-    return arguments, trace_module(root, arguments, calls, facts=facts, example=values)
+    if recorded is None:
+        return arguments, trace_module(root, arguments, calls)
+    example = arguments.values(*recorded.told) if by_value else None
+    return arguments, trace_module(root, arguments, calls, facts=arguments.facts, example=example)
 
 
 def has_projection(module: nn.Module) -> bool:

@@ -6,7 +6,8 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 import fxfuse
-from fxfuse.capture import by_value
+from fxfuse.capture import arguments, by_value
+from fxfuse.facts import Fact
 from tests.models.answers import right
 
 
@@ -92,10 +93,10 @@ def test_what_the_answer_is_computed_from_may_be_needed_as_well():
             return y * kept if kept.all() else y * 2
 
     model = Model().eval()
-    arguments = torch.randn(2, 8), torch.ones(2, 8, dtype=torch.long)
-    fused = fxfuse.optimize(model, arguments, tune="off")
-    assert holds(fused, model, *arguments)
-    assert holds(fused, model, arguments[0], torch.zeros(2, 8, dtype=torch.long))
+    x, mask = torch.randn(2, 8), torch.ones(2, 8, dtype=torch.long)
+    fused = fxfuse.optimize(model, (x, mask), tune="off")
+    assert holds(fused, model, x, mask)
+    assert holds(fused, model, x, torch.zeros(2, 8, dtype=torch.long))
     assert (fxfuse.report(fused).calls[""].fused, fxfuse.report(fused).calls[""].fallback) == (1, 1)
 
 
@@ -195,3 +196,32 @@ def test_a_question_takes_so_many_nodes_at_most(monkeypatch):
     monkeypatch.setattr(by_value, "_MOST", 1)
     _, fused = optimized(whole)
     assert "" not in [r.path for r in fxfuse.report(fused).regions]
+
+
+def test_inside_a_model_that_has_no_graph():
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = Masked(whole)
+
+        def forward(self, x, mask):
+            return self.inner(x if x.sum() < 1e9 else x * 2, (mask > 0).long())
+
+    model = Outer().eval()
+    fused = fxfuse.optimize(model, (torch.randn(2, 4, 8), mask_of(2)), tune="off")
+    report = fxfuse.report(fused)
+    assert [r.path for r in report.regions if r.installed] == ["inner"]
+    assert "mul" not in str(fxfuse.graphs(fused)["inner"].graph)
+    for mask in (mask_of(3), torch.zeros(3, 4)):
+        assert holds(fused, model, torch.randn(3, 4, 8), mask)
+    assert (report.calls["inner"].fused, report.calls["inner"].fallback) == (1, 1)
+
+
+def test_only_small_arguments_without_floating_point_are_kept(monkeypatch):
+    monkeypatch.setattr(arguments, "_MOST_TOLD", 8)
+    given = torch.ones(8), torch.ones(8, dtype=torch.long), torch.ones(9, dtype=torch.bool)
+    (floating, small, large), _ = arguments.Recorded.of(given, {}).told
+    assert (floating, large) == (Fact.of(given[0]), Fact.of(given[2]))
+    assert torch.equal(small, given[1])
+    given[1].zero_()
+    assert small.all(), "a forward may write into what it was given"
