@@ -19,6 +19,7 @@ from torch import fx, nn
 from fxfuse.capture.assumed import Question
 from fxfuse.capture.assumptions import Check, quoted
 from fxfuse.capture.sizes import Sizes
+from fxfuse.capture.watched import own_class
 from fxfuse.facts import Fact
 
 _MOST = 64
@@ -80,8 +81,6 @@ class ByValue:
             n = pending.pop()
             if n in inside or n in given:
                 continue
-            if any(map(_writes, n.users)):
-                return None
             told = self._told(n)
             if told is not None:
                 given[n] = told
@@ -90,6 +89,8 @@ class ByValue:
                 pending += n.all_input_nodes
             else:
                 return None
+        if self._written(node.graph) & (inside | given.keys()):
+            return None
         graph = fx.Graph()
         new = {n: graph.placeholder(f"given_{i}") for i, n in enumerate(given)}
         for n in node.graph.nodes:
@@ -97,6 +98,26 @@ class ByValue:
                 new[n] = graph.node_copy(n, new.__getitem__)
         graph.output(new[node])
         return fx.GraphModule(nn.Module(), graph), list(given.values())
+
+    def _written(self, graph: fx.Graph) -> set[fx.Node]:
+        """The tensors that something was written to, as far as may be: it may have been through a view of them."""
+        pending: list[fx.Node] = []
+        for n in graph.nodes:
+            if n.op == "call_module" and not self._is_torchs(n):  # somebody's own, which may write to what it is given
+                pending += n.all_input_nodes
+            elif _writes(n):
+                pending += n.all_input_nodes if "out" in n.kwargs else n.all_input_nodes[:1]
+        written: set[fx.Node] = set()
+        while pending:
+            n = pending.pop()
+            if n not in written and self.sizes.term(n) is None:
+                written.add(n)
+                pending += n.all_input_nodes if n.op != "call_module" else []
+        return written
+
+    def _is_torchs(self, call: fx.Node) -> bool:
+        module = self.sizes.values.root.get_submodule(str(call.target))
+        return own_class(module).__module__.startswith("torch.nn")
 
     def _told(self, node: fx.Node) -> tuple[str, Any] | None:
         """How a call tells a value: an argument, a number that follows from sizes, or the device where they lie."""

@@ -15,12 +15,21 @@ def mask_of(rows):
     return torch.ones(rows, 4, dtype=torch.long)
 
 
+class Writes(nn.Module):
+    """Has no graph, so that a trace around it calls it."""
+
+    def forward(self, x, mask):
+        if x.sum() < 1e9:
+            mask.mul_(1)
+
+
 class Masked(nn.Module):
     """Does without the mask where nothing is masked."""
 
     def __init__(self, decide):
         super().__init__()
         self.layer, self.decide = nn.Sequential(nn.Linear(8, 16), nn.GELU()), decide
+        self.writes = Writes()
 
     def forward(self, x, mask):
         x = self.layer(x)
@@ -111,7 +120,25 @@ def assigned(self, x, mask):
     return own.all()
 
 
+def written_by_a_view(self, x, mask):
+    mask.view(-1)[:2].mul_(1)
+    return whole(self, x, mask)
+
+
+def written_as_out(self, x, mask):
+    torch.mul(mask, 1, out=mask)
+    return whole(self, x, mask)
+
+
+def after_a_module(self, x, mask):
+    self.writes(x, mask)
+    return whole(self, x, mask)
+
+
 NOT_ASKED = {
+    "after a module that may write": after_a_module,
+    "after a write by a view": written_by_a_view,
+    "after a write as out": written_as_out,
     "by a weight": lambda self, x, mask: (x > 100).any(),
     "at random": lambda self, x, mask: (torch.rand(mask.shape) < 2).all(),
     "after a write": written,
