@@ -22,6 +22,8 @@ from fxfuse.capture.sizes import Sizes
 from fxfuse.capture.watched import own_class
 from fxfuse.facts import Fact
 
+DECIDED = "what is decided by values"
+"""How the reason begins where a call's answer is another."""
 _MOST = 64
 """Nodes that an answer may take: more than asking about a mask does."""
 _DRAWING = re.compile(r"rand|bernoulli|multinomial|normal|dropout|poisson|seed")
@@ -156,7 +158,7 @@ def check_of(question: Question, scope: dict[str, Any]) -> Check:
     call = f"{name}({', '.join(question.arguments)})"
     path, _, line = question.source.partition(": ")
     where = f"{quoted(os.path.basename(path))}: {quoted(line)}"
-    why = f"'what is decided by values ({where}): expected {question.answer}, found ' + str({call})"
+    why = f"'{DECIDED} ({where}): expected {question.answer}, found ' + str({call})"
     return Check(f"{call} is {question.answer}", "fallback", why)
 
 

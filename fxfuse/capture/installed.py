@@ -10,6 +10,7 @@ from typing import Any
 from torch import fx
 
 from fxfuse import errors
+from fxfuse.capture import by_value
 from fxfuse.capture import region as regions
 from fxfuse.capture.arguments import Recorded
 from fxfuse.capture.region import Region
@@ -109,6 +110,10 @@ class Installed:
         gone = [r for r in self.regions if _within(r.path, region.path) and regions.is_installed(r)]
         for old in gone:
             regions.uninstall(old.owner)
+        if why.startswith(by_value.DECIDED) and self._add_without_values(region):
+            for old in gone:
+                regions.install(old)
+            return
         if at is not None:
             self.leaves.add(join(region.path, at))
         wrong = {} if at is not None else {region.path: f"its region falls back: {why}"}
@@ -134,6 +139,24 @@ class Installed:
             + (f" with {at} as a call" if at is not None else " inside")
             + f", regions now: {names}"
         )
+
+    def _add_without_values(self, region: Region) -> bool:
+        """Trace the module once more for other values, if there is a graph that decides nothing by them."""
+        try:
+            walk = Walk(region.path, region.owner, self.options, self.recorded, leaves=self.leaves, by_value=False)
+            found = build_regions(walk.traces, self.options, Report(self.report.model))
+        except Exception:  # the call that is under way has an answer without
+            return False
+        new = next((r for r in found if r.path == region.path), None)
+        if new is None:
+            return False
+        new.previous, new.calls = region.previous, region.calls
+        new.pack_into(region.store)
+        region.without_values = new
+        self.report.notes.append(
+            f"region {region.path or '.'}: a second graph serves calls whose values decide otherwise than the example's"
+        )
+        return True
 
     def _report(self, region: Region, found: Report, walk: Walk, stays: bool) -> None:
         """Events are counted once: those of a region that stays cover all that lies inside it."""

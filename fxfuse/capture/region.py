@@ -51,6 +51,8 @@ class Region:
         self.fell_back: Callable[[Region, str, str | None], None] = _nobody
         """Called at each fallback with the reason and the path of the inlined module that it lies in, if in one."""
         self.may_be_traced_again = True
+        self.without_values: Region | None = None
+        """Of the same module, for calls whose values decide otherwise than the example's."""
         self.store: Store | None = None
         """Of the model's packed weights, where it may have any."""
         self.not_captured: Callable[[str], None] | None = None
@@ -104,6 +106,8 @@ class Region:
     def forget(self) -> None:
         """Drop what its sites found out, packed weights and CUDA graphs too; they find out anew."""
         self.body = self.new_body()
+        if self.without_values is not None:
+            self.without_values.forget()
 
     def new_body(self, watch: Watch | None = None) -> Callable[..., Any]:
         """The graph as a function whose sites have found out nothing yet. One that is watched packs no weights."""
@@ -129,6 +133,8 @@ class Region:
         """The original forward, with the reason noted. What the model computes comes first, what is counted second."""
         if torch.compiler.is_compiling():
             return self.run_original(owner, args, kwargs)
+        if self.without_values is not None:
+            return self.without_values.forward(*([owner] if owner is not None else []), *args, **kwargs)
         kind, why, at = self.explain(*([owner] if owner is not None else []), *args, **kwargs)
         self.calls.reasons[why] += 1
         if kind == "plain":
@@ -145,7 +151,7 @@ class Region:
         new = object.__new__(Region)
         memo[id(self)] = new
         new.__dict__.update(self.__dict__)
-        for name in ("owner", "inlined", "constants", "calls", "previous", "store"):
+        for name in ("owner", "inlined", "constants", "calls", "previous", "store", "without_values"):
             setattr(new, name, copy.deepcopy(getattr(self, name), memo))
         new.generated = dataclasses.replace(self.generated, owned=copy.deepcopy(self.generated.owned, memo))
         # Whoever copies a whole model says to whom the copy is to turn; a module copied by itself has no model.

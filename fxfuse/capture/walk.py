@@ -53,7 +53,7 @@ class Walk:
     """Traces ``model`` from the top; where a module has no graph, its children are tried, then it again around them.
 
     ``wrong`` are paths that have shown before that their graph is not faithful, with the reason. ``leaves`` are paths
-    of modules that a trace around them keeps as calls.
+    of modules that a trace around them keeps as calls. Without ``by_value`` nothing is decided by values of arguments.
     """
 
     def __init__(
@@ -64,7 +64,9 @@ class Walk:
         recorded: Mapping[str, Recorded] | None,
         wrong: Mapping[str, str] | None = None,
         leaves: Collection[str] = (),
+        by_value: bool = True,
     ):
+        self.by_value = by_value
         self.options, self.recorded, self.wrong, self.leaves = options, recorded, wrong or {}, leaves
         self.traces: list[Trace] = []
         self.uncaptured: list[Uncaptured] = []
@@ -143,9 +145,9 @@ class Walk:
         if like is not None:
             return replace(like, path=path, module=module)
         try:
-            arguments, tracer = _traced(module, recorded, calls, by_value=True)
+            arguments, tracer = _traced(module, recorded, calls, by_value=self.by_value)
         except Untraceable:
-            if recorded is None or not ASKING & sys.modules.keys():
+            if recorded is None or not self.by_value or not ASKING & sys.modules.keys():
                 raise
             # Where it hears that it is traced, the forward may do without what it decides by values.
             arguments, tracer = _traced(module, recorded, calls, by_value=False)

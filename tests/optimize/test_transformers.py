@@ -124,9 +124,12 @@ def test_attention_is_causal_where_nothing_is_masked(model, ids, given):
     attention = [n.kwargs for n in nodes if "scaled_dot_product_attention" in str(n.target)]
     assert [(a["attn_mask"], a["is_causal"]) for a in attention] == [(None, True)] * 2
     for mask in (whole, padded) * 8:
-        kwargs["attention_mask"] = mask
+        kwargs |= {"attention_mask": mask} if given else {}
         with torch.no_grad():
             assert right(optimized(**kwargs), model, **kwargs)
+    calls = fxfuse.report(optimized).calls[""]
+    # A second graph serves the padded ones from the fourth on.
+    assert (calls.fused, calls.fallback) == ((13, 3) if given else (16, 0))
 
 
 class _Logits(nn.Module):
