@@ -16,9 +16,11 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from fxfuse.capture import shapes
 from fxfuse.capture.assumed import Question
 from fxfuse.capture.assumptions import Check, quoted
 from fxfuse.capture.sizes import Sizes
+from fxfuse.capture.tree import hooked
 from fxfuse.capture.watched import own_class
 from fxfuse.facts import Fact
 
@@ -29,8 +31,9 @@ _MOST = 64
 _DRAWING = re.compile(r"rand|bernoulli|multinomial|normal|dropout|poisson|seed")
 _WRITING = re.compile(r"[^_]_$")
 _WRITERS = frozenset({
-    operator.setitem, operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv,
-    operator.imod, operator.ipow, operator.iand, operator.ior, operator.ixor,
+    operator.setitem, operator.delitem, operator.iadd, operator.iand, operator.iconcat, operator.ifloordiv,
+    operator.ilshift, operator.imatmul, operator.imod, operator.imul, operator.ior, operator.ipow, operator.irshift,
+    operator.isub, operator.itruediv, operator.ixor,
 })  # fmt: skip
 
 
@@ -48,11 +51,9 @@ class ByValue:
 
     def decide(self, node: fx.Node) -> bool | None:
         """The truth of a value; None where its arguments do not tell."""
-        if node in self.decided:
-            return self.decided[node]
         found = self._question(node)
-        if found is None:
-            return None
+        if found is None or node in self.decided:
+            return None if found is None else self.decided[node]
         module, given = found
         answer = _truth(fx.Interpreter(module).run, [value for _, value in given])
         if answer is not None:
@@ -91,7 +92,9 @@ class ByValue:
                 pending += n.all_input_nodes
             else:
                 return None
-        if self._written(node.graph) & (inside | given.keys()):
+        written = self._written(node.graph)
+        # Arguments may lie in one memory, so that who writes to one of them writes to another.
+        if written & (inside | given.keys()) or any(n.op == "placeholder" for n in written):
             return None
         graph = fx.Graph()
         new = {n: graph.placeholder(f"given_{i}") for i, n in enumerate(given)}
@@ -105,10 +108,10 @@ class ByValue:
         """The tensors that something was written to, as far as may be: it may have been through a view of them."""
         pending: list[fx.Node] = []
         for n in graph.nodes:
-            if n.op == "call_module" and not self._is_torchs(n):  # somebody's own, which may write to what it is given
+            if (n.op == "call_module" and self._may_write(n)) or (n.op == "call_function" and _writes_or_is_foreign(n)):
                 pending += n.all_input_nodes
-            elif _writes(n):
-                pending += n.all_input_nodes if "out" in n.kwargs else n.all_input_nodes[:1]
+            elif n.op == "call_method" and _writes(n):
+                pending += n.all_input_nodes[:1]
         written: set[fx.Node] = set()
         while pending:
             n = pending.pop()
@@ -117,9 +120,11 @@ class ByValue:
                 pending += n.all_input_nodes if n.op != "call_module" else []
         return written
 
-    def _is_torchs(self, call: fx.Node) -> bool:
+    def _may_write(self, call: fx.Node) -> bool:
+        """Whether a module that is called may write to what it is given: one of torch's does not, as it comes."""
         module = self.sizes.values.root.get_submodule(str(call.target))
-        return own_class(module).__module__.startswith("torch.nn")
+        as_it_comes = own_class(module).__module__.startswith("torch.nn") and "forward" not in module.__dict__
+        return not as_it_comes or bool(hooked(module)) or bool(getattr(module, "inplace", False))
 
     def _told(self, node: fx.Node) -> tuple[str, Any] | None:
         """How a call tells a value: an argument, a number that follows from sizes, or the device where they lie."""
@@ -138,17 +143,27 @@ class ByValue:
 
 def _may_run_again(node: fx.Node) -> bool:
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    is_call = node.op in ("call_function", "call_method")
+    is_torchs = node.op in ("call_function", "call_method") and shapes.is_torchs(node.target)
     # What is a dtype or a device in the example may be another in a call.
-    return is_call and node.target is not getattr and not _DRAWING.search(name) and not _writes(node)
+    return is_torchs and node.target is not getattr and not _DRAWING.search(name) and not _writes(node)
+
+
+def _writes_or_is_foreign(call: fx.Node) -> bool:
+    return not shapes.is_torchs(call.target) or _writes(call)
 
 
 def _writes(node: fx.Node) -> bool:
+    """Whether a call of PyTorch's writes to its operands."""
+    target: Any = node.target
     if node.op == "call_method":
-        return bool(_WRITING.search(str(node.target)))
-    name = getattr(node.target, "__name__", "")
-    writes = node.target in _WRITERS or bool(_WRITING.search(name)) or "out" in node.kwargs
-    return node.op == "call_function" and writes
+        return bool(_WRITING.search(target)) or target.startswith("__i")
+    if isinstance(target, torch._ops.OpOverload):
+        return bool(target._schema.is_mutable)
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        return any(getattr(target, name)._schema.is_mutable for name in target.overloads())
+    in_place = node.kwargs.get("inplace") or any(a is True for a in node.args)  # as F.relu(x, True) has it
+    named = _WRITING.search(getattr(target, "__name__", ""))
+    return target in _WRITERS or bool(named) or "out" in node.kwargs or bool(in_place)
 
 
 def check_of(question: Question, scope: dict[str, Any]) -> Check:
@@ -158,7 +173,7 @@ def check_of(question: Question, scope: dict[str, Any]) -> Check:
     call = f"{name}({', '.join(question.arguments)})"
     path, _, line = question.source.partition(": ")
     where = f"{quoted(os.path.basename(path))}: {quoted(line)}"
-    why = f"'{DECIDED} ({where}): expected {question.answer}, found ' + str({call})"
+    why = f"'{DECIDED} ({where}): expected {question.answer}'"  # to say what was found would be to ask again
     return Check(f"{call} is {question.answer}", "fallback", why)
 
 

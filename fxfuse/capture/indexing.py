@@ -49,7 +49,9 @@ def _with_indices(keys: list[Any], sizes: list[Known]) -> Sizes:
     """What indices give stands where they stood, or in front where something stood between them."""
     if not any(isinstance(key, Indices) for key in keys):
         return tuple(sizes)
-    places = [i for i, key in enumerate(keys) if key is not None and not isinstance(key, slice)]
+    # A number takes its dimension away before.
+    keys = [key for key in keys if key is None or isinstance(key, (slice, Indices))]
+    places = [i for i, key in enumerate(keys) if isinstance(key, Indices)]
     found = broadcast_all(*(keys[i] for i in places))
     first = places[0] if places[-1] - places[0] < len(places) else 0
     return (*sizes[:first], *found, *sizes[first:])

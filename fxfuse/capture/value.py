@@ -159,7 +159,7 @@ def is_instance(value: Any, classes: Any) -> bool:
 
     ``__class__`` cannot tell it, since PyTorch's own C++ would believe that and take the proxy for a tensor.
     """
-    if not isinstance(value, fx.Proxy):
+    if not isinstance(value, _Writable):  # a proxy of another tracer's, in another thread, is none of ours
         return isinstance(value, classes)
     if classes is fx.Proxy:  # whoever asks whether he is traced is answered as without a trace
         return False
