@@ -150,7 +150,13 @@ class Installed:
         new = next((r for r in found if r.path == region.path), None)
         if new is None:
             return False
-        new.previous, new.calls = region.previous, region.calls
+
+        def fell_back(_: Region, why: str, at: str | None) -> None:
+            self.fell_back(new, why, at)
+            if new.fallbacks >= PATIENCE:  # something else is not as it was: the first region is to say what
+                region.without_values, region.may_be_traced_again = None, True
+
+        new.previous, new.calls, new.fell_back = region.previous, region.calls, fell_back
         new.pack_into(region.store)
         region.without_values = new
         self.report.notes.append(

@@ -132,6 +132,25 @@ def test_attention_is_causal_where_nothing_is_masked(model, ids, given):
     assert (calls.fused, calls.fallback) == ((13, 3) if given else (16, 0))
 
 
+def test_the_second_graph_goes_when_the_model_changes(model, ids):
+    padded = torch.ones_like(ids)
+    padded[0, :3] = 0
+    kwargs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}
+    optimized = fxfuse.optimize(model, example_kwargs=kwargs, tune="off")
+    kwargs["attention_mask"] = padded
+    changed = copy.deepcopy(model)
+    with torch.no_grad():
+        for _ in range(5):
+            optimized(**kwargs)
+        for m in (optimized, changed):
+            next(n for p, n in m.named_modules() if p.endswith(".mlp")).register_forward_hook(lambda m, a, y: y * 0)
+        for _ in range(16):
+            assert right(optimized(**kwargs), changed, **kwargs)
+    calls = fxfuse.report(optimized).calls
+    assert calls[""].fallback < 16, "traced again"
+    assert sum(c.fused for path, c in calls.items() if path) > 8, "what lies around the hook serves"
+
+
 class _Logits(nn.Module):
     def __init__(self, model: Any):
         super().__init__()
