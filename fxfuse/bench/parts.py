@@ -97,10 +97,7 @@ def _calls(model: nn.Module, paths: Iterable[str], args: tuple[Any, ...], kwargs
 
 def _facts(arguments: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """What is known of the arguments of a call, by the names of their placeholders: not of caches and the like."""
-    bound = arguments.signature.bind(*args, **kwargs)
-    bound.apply_defaults()
-    # The expressions are those that the region's own forward is generated with.
-    given = {name: eval(expression, {}, bound.arguments) for name, expression in arguments.placeholders.items()}
+    given = arguments.values(args, kwargs)
     plain = (Fact, bool, int, float, str, torch.dtype, torch.device)
     return {name: value for name, value in given.items() if all(isinstance(leaf, plain) for leaf in tree_leaves(value))}
 

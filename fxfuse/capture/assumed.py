@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import types
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +12,12 @@ from torch import fx
 
 ABSENT = type("Absent", (), {"__repr__": lambda self: "nothing"})()
 """What a forward found where it asked for an attribute that there was not."""
+
+
+def place_of(source: str) -> str:
+    """``file:line: code`` without the folders of the file; "" where there is none."""
+    path, _, line = source.partition(": ")
+    return f"{os.path.basename(path)}: {line}" if path else ""
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ have a hundred. Where it is false, the same checks run one by one; the first tha
 
 from __future__ import annotations
 
-import os
 import types
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from torch.utils._device import DeviceContext
 
 from fxfuse.capture import terms
 from fxfuse.capture.arguments import Arguments
-from fxfuse.capture.assumed import ABSENT, Decision
+from fxfuse.capture.assumed import ABSENT, Decision, place_of
 from fxfuse.capture.names import Name
 from fxfuse.capture.tree import contents, intact, same
 
@@ -162,10 +161,10 @@ def of_arguments(
 
 def of_size(text: str, decision: Decision, arguments: Arguments) -> Check:
     """Check of a number that follows from the sizes of arguments, over the names that ``of_arguments`` gave these."""
-    path, _, line = decision.source.partition(": ")
+    place = quoted(place_of(decision.source))
     found = "another" if terms.MAY_RAISE.search(text) else f"{{{text}}}"
     why = f"{quoted(terms.shown(text, arguments.free))}: expected {decision.value}, found {found}"
-    where = f" (by {quoted(os.path.basename(path))}: {quoted(line)})" if path else ""
+    where = f" (by {place})" if place else ""
     holds = f"{text} is {decision.value}" if isinstance(decision.value, bool) else f"{text} == {decision.value!r}"
     return Check(holds, "fallback", f"f'{why}' {where!r}")
 

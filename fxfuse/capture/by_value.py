@@ -8,7 +8,6 @@ arguments may go one way now and another then: nothing is decided by these.
 from __future__ import annotations
 
 import operator
-import os
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,7 +16,7 @@ import torch
 from torch import fx, nn
 
 from fxfuse.capture import shapes
-from fxfuse.capture.assumed import Question
+from fxfuse.capture.assumed import Question, place_of
 from fxfuse.capture.assumptions import Check, quoted
 from fxfuse.capture.sizes import Sizes
 from fxfuse.capture.tree import hooked
@@ -171,9 +170,8 @@ def check_of(question: Question, scope: dict[str, Any]) -> Check:
     name = f"fx_ask_{len(scope)}"
     scope[name] = _asking(question)
     call = f"{name}({', '.join(question.arguments)})"
-    path, _, line = question.source.partition(": ")
-    where = f"{quoted(os.path.basename(path))}: {quoted(line)}"
-    why = f"'{DECIDED} ({where}): expected {question.answer}'"  # to say what was found would be to ask again
+    place = quoted(place_of(question.source))
+    why = f"'{DECIDED} ({place}): expected {question.answer}'"  # to say what was found would be to ask again
     return Check(f"{call} is {question.answer}", "fallback", why)
 
 
