@@ -11,7 +11,7 @@ import contextlib
 import functools
 import inspect
 import operator
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -77,10 +77,7 @@ def _is_composite(schemas: Collection[Any]) -> bool:
 def _effect(node: fx.Node, module: nn.Module | None) -> tuple[str, bool]:
     """(what it writes: "nothing", "first" operand or "anything"; whether its result may share memory with operands)."""
     if node.op == "call_module":
-        if module is None or not type(module).__module__.startswith("torch.nn") or hooked(module):
-            return "anything", True
-        steps = module.training and isinstance(module, nn.modules.batchnorm._NormBase)
-        return ("anything" if steps else "first" if getattr(module, "inplace", False) else "nothing"), True
+        return _effect_of_module(module), True
     if _idle_dropout(node):
         return "nothing", True
     name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
@@ -93,6 +90,8 @@ def _effect(node: fx.Node, module: nn.Module | None) -> tuple[str, bool]:
         return "nothing", False
     if node.kwargs.get("out") is not None:
         return "anything", True
+    if isinstance(node.target, torch._ops.OpOverload | torch._ops.OpOverloadPacket) and _is_custom(node.target):
+        return ("anything" if _is_mutable(node.target) else "nothing"), True
     if isinstance(node.target, torch._ops.OpOverload):
         name = node.target._opname
     if node.op == "call_function" and not _known_function(node.target):
@@ -101,6 +100,27 @@ def _effect(node: fx.Node, module: nn.Module | None) -> tuple[str, bool]:
     if effect is None:
         return ("first" if name.endswith("_") and not name.endswith("__") else "nothing"), True
     return ("first" if effect[0] else "nothing"), effect[1]
+
+
+def _effect_of_module(module: nn.Module | None) -> str:
+    """What a module's call writes: one of torch's, as it comes, is known; any other may write anything."""
+    if module is None or not type(module).__module__.startswith("torch.nn"):
+        return "anything"
+    if hooked(module) or "forward" in module.__dict__:
+        return "anything"
+    steps = module.training and isinstance(module, nn.modules.batchnorm._NormBase)
+    return "anything" if steps else "first" if getattr(module, "inplace", False) else "nothing"
+
+
+def _is_custom(operator: Any) -> bool:
+    name = operator.name() if isinstance(operator, torch._ops.OpOverload) else operator._qualified_op_name
+    return str(name).partition("::")[0] != "aten"
+
+
+def _is_mutable(operator: Any) -> bool:
+    one = isinstance(operator, torch._ops.OpOverload)
+    overloads = [operator] if one else [getattr(operator, name) for name in operator.overloads()]
+    return any(overload._schema.is_mutable for overload in overloads)
 
 
 @functools.cache
@@ -140,35 +160,19 @@ def _known_function(target: Any) -> bool:
     )
 
 
-class Dependence:
-    """Data, mutation and alias edges of one graph, as a ``networkx.DiGraph`` over its nodes."""
+class Memory:
+    """Where the values of a graph may live, and what its nodes may write, noted in the order of the graph."""
 
-    def __init__(self, gm: fx.GraphModule):
-        import networkx as nx  # here, as it would be more than half of what `import fxfuse` costs
-
-        self.graph = nx.DiGraph()
-        self.modules = dict(gm.named_modules())
-        self.position: dict[fx.Node, int] = {}
+    def __init__(self, modules: Mapping[str, nn.Module]):
+        self.modules = modules
         self.memory: dict[fx.Node, frozenset[Any]] = {}
         """Where a node's value may live: the nodes that made that memory, or OUTSIDE."""
         self.writes: dict[fx.Node, frozenset[Any]] = {}
         """What a node may write; nodes that write nothing are left out."""
-        last_write: dict[Any, fx.Node] = {}
-        for place, node in enumerate(gm.graph.nodes):
-            self.add(node, place)
-            for memory in self.writes.get(node, ()):
-                last_write[memory] = node
-            for arg in node.all_input_nodes:
-                for memory in self.memory[arg] & last_write.keys():
-                    if last_write[memory] not in (arg, node):
-                        self.graph.add_edge(last_write[memory], node, kind="mutation")
 
-    def add(self, node: fx.Node, place: int) -> None:
-        self.position[node] = place
-        self.graph.add_node(node)
+    def note(self, node: fx.Node) -> None:
         inputs = node.all_input_nodes
         shared = frozenset().union(*(self.memory[arg] for arg in inputs)) if inputs else frozenset()
-        self.graph.add_edges_from(((arg, node) for arg in inputs), kind="data")
         if node.op in ("placeholder", "get_attr"):
             self.memory[node] = frozenset([OUTSIDE])
             return
@@ -185,6 +189,32 @@ class Dependence:
             self.writes[node] = self.memory[inputs[0]]
         elif writes == "anything":
             self.writes[node] = shared | {OUTSIDE}
+
+
+class Dependence(Memory):
+    """Data, mutation and alias edges of one graph, as a ``networkx.DiGraph`` over its nodes."""
+
+    def __init__(self, gm: fx.GraphModule):
+        import networkx as nx  # here, as it would be more than half of what `import fxfuse` costs
+
+        super().__init__(dict(gm.named_modules()))
+        self.graph = nx.DiGraph()
+        self.position: dict[fx.Node, int] = {}
+        last_write: dict[Any, fx.Node] = {}
+        for place, node in enumerate(gm.graph.nodes):
+            self.add(node, place)
+            for memory in self.writes.get(node, ()):
+                last_write[memory] = node
+            for arg in node.all_input_nodes:
+                for memory in self.memory[arg] & last_write.keys():
+                    if last_write[memory] not in (arg, node):
+                        self.graph.add_edge(last_write[memory], node, kind="mutation")
+
+    def add(self, node: fx.Node, place: int) -> None:
+        self.position[node] = place
+        self.graph.add_node(node)
+        self.graph.add_edges_from(((arg, node) for arg in node.all_input_nodes), kind="data")
+        self.note(node)
 
     def replace(self, old: Iterable[fx.Node], root: fx.Node, created: Iterable[fx.Node], new: fx.Node) -> None:
         """Nodes of a match gave way to ``created`` ones at the place of its root, and its value to that of ``new``."""

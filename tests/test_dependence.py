@@ -33,7 +33,14 @@ def graph_of(*calls, modules=()) -> tuple[Dependence, dict[str, fx.Node]]:
     return Dependence(fx.GraphModule(root, graph)), nodes
 
 
+@torch.library.custom_op("fxfuse_tests::halve", mutates_args=("x",))
+def halve(x: torch.Tensor) -> None:
+    x.div_(2)
+
+
 WRITES = {
+    "a custom operator": ("call_function", torch.ops.fxfuse_tests.halve, ("h",)),
+    "an overload of it": ("call_function", torch.ops.fxfuse_tests.halve.default, ("h",)),
     "add_": ("call_method", "add_", ("h", 1)),
     "relu_": ("call_method", "relu_", ("h",)),
     "zero_": ("call_method", "zero_", ("h",)),

@@ -7,9 +7,8 @@ arguments may go one way now and another then: nothing is decided by these.
 
 from __future__ import annotations
 
-import operator
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -19,8 +18,7 @@ from fxfuse.capture import shapes
 from fxfuse.capture.assumed import Question, place_of
 from fxfuse.capture.assumptions import Check, quoted
 from fxfuse.capture.sizes import Sizes
-from fxfuse.capture.tree import hooked
-from fxfuse.capture.watched import own_class
+from fxfuse.dependence import Memory
 from fxfuse.facts import Fact
 
 DECIDED = "what is decided by values"
@@ -28,12 +26,6 @@ DECIDED = "what is decided by values"
 _MOST = 64
 """Nodes that an answer may take: more than asking about a mask does."""
 _DRAWING = re.compile(r"rand|bernoulli|multinomial|normal|dropout|poisson|seed")
-_WRITING = re.compile(r"[^_]_$")
-_WRITERS = frozenset({
-    operator.setitem, operator.delitem, operator.iadd, operator.iand, operator.iconcat, operator.ifloordiv,
-    operator.ilshift, operator.imatmul, operator.imod, operator.imul, operator.ior, operator.ipow, operator.irshift,
-    operator.isub, operator.itruediv, operator.ixor,
-})  # fmt: skip
 
 
 class ByValue:
@@ -91,9 +83,7 @@ class ByValue:
                 pending += n.all_input_nodes
             else:
                 return None
-        written = self._written(node.graph)
-        # Arguments may lie in one memory, so that who writes to one of them writes to another.
-        if written & (inside | given.keys()) or any(n.op == "placeholder" for n in written):
+        if not self._unwritten(inside | given.keys(), node.graph):
             return None
         graph = fx.Graph()
         new = {n: graph.placeholder(f"given_{i}") for i, n in enumerate(given)}
@@ -103,27 +93,13 @@ class ByValue:
         graph.output(new[node])
         return fx.GraphModule(nn.Module(), graph), list(given.values())
 
-    def _written(self, graph: fx.Graph) -> set[fx.Node]:
-        """The tensors that something was written to, as far as may be: it may have been through a view of them."""
-        pending: list[fx.Node] = []
+    def _unwritten(self, nodes: Collection[fx.Node], graph: fx.Graph) -> bool:
+        """Whether nobody may have written, or writes now, to the tensors among ``nodes``."""
+        memory = Memory(dict(self.sizes.values.root.named_modules()))
         for n in graph.nodes:
-            if (n.op == "call_module" and self._may_write(n)) or (n.op == "call_function" and _writes_or_is_foreign(n)):
-                pending += n.all_input_nodes
-            elif n.op == "call_method" and _writes(n):
-                pending += n.all_input_nodes[:1]
-        written: set[fx.Node] = set()
-        while pending:
-            n = pending.pop()
-            if n not in written and self.sizes.term(n) is None:
-                written.add(n)
-                pending += n.all_input_nodes if n.op != "call_module" else []
-        return written
-
-    def _may_write(self, call: fx.Node) -> bool:
-        """Whether a module that is called may write to what it is given: one of torch's does not, as it comes."""
-        module = self.sizes.values.root.get_submodule(str(call.target))
-        as_it_comes = own_class(module).__module__.startswith("torch.nn") and "forward" not in module.__dict__
-        return not as_it_comes or bool(hooked(module)) or bool(getattr(module, "inplace", False))
+            memory.note(n)
+        written = frozenset().union(*memory.writes.values())
+        return not any(written & memory.memory[n] for n in nodes if self.sizes.term(n) is None)
 
     def _told(self, node: fx.Node) -> tuple[str, Any] | None:
         """How a call tells a value: an argument, a number that follows from sizes, or the device where they lie."""
@@ -144,25 +120,7 @@ def _may_run_again(node: fx.Node) -> bool:
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     is_torchs = node.op in ("call_function", "call_method") and shapes.is_torchs(node.target)
     # What is a dtype or a device in the example may be another in a call.
-    return is_torchs and node.target is not getattr and not _DRAWING.search(name) and not _writes(node)
-
-
-def _writes_or_is_foreign(call: fx.Node) -> bool:
-    return not shapes.is_torchs(call.target) or _writes(call)
-
-
-def _writes(node: fx.Node) -> bool:
-    """Whether a call of PyTorch's writes to its operands."""
-    target: Any = node.target
-    if node.op == "call_method":
-        return bool(_WRITING.search(target)) or target.startswith("__i")
-    if isinstance(target, torch._ops.OpOverload):
-        return bool(target._schema.is_mutable)
-    if isinstance(target, torch._ops.OpOverloadPacket):
-        return any(getattr(target, name)._schema.is_mutable for name in target.overloads())
-    in_place = node.kwargs.get("inplace") or any(a is True for a in node.args)  # as F.relu(x, True) has it
-    named = _WRITING.search(getattr(target, "__name__", ""))
-    return target in _WRITERS or bool(named) or "out" in node.kwargs or bool(in_place)
+    return is_torchs and node.target is not getattr and not _DRAWING.search(name)
 
 
 def check_of(question: Question, scope: dict[str, Any]) -> Check:

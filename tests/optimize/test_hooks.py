@@ -250,3 +250,21 @@ def test_global_hooks(x, kind, when):
             handle.remove()
     with torch.no_grad():
         assert_answers(optimized, model, x, runs="fused")
+
+
+def test_a_module_of_torchs_with_a_forward_of_its_own_may_write_to_what_it_is_given():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.note = nn.Linear(8, 8), nn.Identity()
+            self.note.forward = lambda seen: seen.add_(1)
+
+        def forward(self, x, seen):
+            self.note(seen)
+            return nn.functional.relu(self.linear(x))
+
+    x, seen = torch.randn(2, 8), torch.zeros(2)
+    optimized = fxfuse.optimize(Model().eval(), x, {"seen": seen}, tune="off")
+    with torch.no_grad():
+        optimized(x, seen)
+    assert seen.eq(1).all()
